@@ -1,0 +1,47 @@
+# Everything here sets itself up on a fresh Debian machine with Python 3.11 or newer and root; `make help` lists it.
+# The work is in scripts/setup.sh, which does only what is missing, so a second run is quick.
+
+SHELL := /bin/bash
+PY := .venv/bin/python
+JOBS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format types demo campaign bench native-asan clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup:  ## system packages, .venv, native module: whatever is missing
+	@sh scripts/setup.sh
+
+test: setup  ## all tests, in parallel; ARGS="-k name" passes options to pytest
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -q $(ARGS)
+
+lint: setup  ## ruff: style and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: setup  ## ruff: rewrite files in the project's format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: setup  ## mypy --strict
+	$(PY) -m mypy
+
+demo: setup  ## train, kill in the middle of a save, resume, compare bit for bit
+	$(PY) -m examples.demo $(ARGS)
+
+campaign: setup  ## long trials (kill -9, 500 times); results are added to docs/campaign/
+	$(PY) -m tests.campaign.run $(ARGS)
+
+bench:  ## stepwell against the disk's ceiling (fio); ARGS="--help" shows the options
+	@sh scripts/setup.sh fio
+	$(PY) -m benchmarks.ceiling $(ARGS)
+
+native-asan: setup  ## the native tests under the address and undefined-behaviour sanitizers
+	PYTHON=$(CURDIR)/$(PY) sh native/asan.sh
+
+clean:  ## removes .venv and all that was built
+	rm -rf .venv .make build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis native/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Programs that use stepwell through its public interface only."""

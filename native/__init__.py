@@ -1,0 +1,31 @@
+"""The native core's Python face: I/O engines, copy and checksum, memory for slots.
+
+Knows nothing of the rest of stepwell. An `Engine` moves bytes between memory and files (io_uring, or
+threads where that is missing) and between memory and memory, checksumming on the way; `Ticket`s chain
+jobs across engines without Python; `AsyncEngine` brings completions to asyncio.
+"""
+
+from stepwell.native._checksum import crc32c, crc32c_combine, features, force_crc32c
+from stepwell.native._engine_face import Engine, EngineStatistics, probe_uring
+from stepwell.native._jobs import ALIGN_BYTES, BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
+from stepwell.native._memory import Region
+from stepwell.native.aio import AsyncEngine
+
+__all__ = [
+    "ALIGN_BYTES",
+    "BLOCK_BYTES",
+    "AsyncEngine",
+    "Done",
+    "Engine",
+    "EngineStatistics",
+    "Job",
+    "Op",
+    "PieceMap",
+    "Region",
+    "Ticket",
+    "crc32c",
+    "crc32c_combine",
+    "features",
+    "force_crc32c",
+    "probe_uring",
+]

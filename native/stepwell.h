@@ -1,0 +1,231 @@
+/* The native core of stepwell: declarations shared by its C files.
+ *
+ * Rules: functions return a count or 0, or -errno; results go through one out-pointer; a job's life is
+ * submit -> ready -> requests -> finish -> reap, each step in its own function.
+ *
+ * Locks: a ticket's lock and an engine's lock are never held together, and no lock is held while a
+ * system call runs that could wait for a device.
+ */
+#ifndef STEPWELL_H
+#define STEPWELL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define SW_BLOCK_BYTES ((uint64_t)1 << 20)   /* one checksum each */
+#define SW_ALIGN_BYTES ((uint64_t)4096)      /* of direct I/O: offsets, addresses, padded lengths */
+#define SW_SLICE_BYTES ((uint64_t)1 << 30)   /* the kernel refuses a larger registered buffer */
+#define SW_REQUEST_BYTES_MAX SW_SLICE_BYTES  /* below MAX_RW_COUNT, so one call can move it all */
+#define SW_DEPTH_MAX 1024u                   /* far above what any disk gains from */
+#define SW_THREADS_MAX 256u
+#define SW_JOBS_MAX ((uint64_t)1 << 20)      /* not yet reaped; bounds the memory of the queues */
+#define SW_RETRIES_MAX 1000u                 /* EAGAIN or EINTR without a byte moved; then it is an error */
+#define SW_BITMAP_BLOCKS 64u                 /* bad_blocks is one bit a block */
+
+#define SW_DIRECT 1
+
+enum sw_op { SW_READ, SW_WRITE, SW_SYNC, SW_FALLOCATE, SW_GATHER, SW_SCATTER, SW_OP_COUNT };
+enum sw_ticket_state { SW_PENDING, SW_DONE, SW_FAILED };
+
+typedef struct sw_engine sw_engine;
+typedef struct sw_ticket sw_ticket;
+
+typedef struct {
+    uint64_t count;
+    const uint64_t *offsets;
+    const uint64_t *addresses;
+} sw_map;
+
+typedef struct {
+    uint64_t id;
+    uint32_t op;
+    uint32_t flags;
+    int32_t fd;
+    uint64_t address;
+    uint64_t offset;
+    uint64_t length;
+    const sw_map *map;
+    uint64_t map_offset;
+    uint32_t *crcs;
+    sw_ticket *after;
+    sw_ticket *signal;
+} sw_job;
+
+typedef struct {
+    uint64_t id;
+    int64_t result;
+    uint64_t bad_blocks;
+} sw_done;
+
+typedef struct {
+    uint64_t jobs_submitted;
+    uint64_t jobs_done;
+    uint64_t jobs_failed;
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t bytes_gathered;
+    uint64_t bytes_scattered;
+    uint64_t requests;
+    uint64_t requests_fixed;
+    uint64_t requests_in_flight;
+    uint64_t requests_in_flight_max;
+    uint64_t short_transfers;
+    uint64_t retries_eagain;
+    uint64_t retries_eintr;
+    uint64_t bad_blocks;
+    uint64_t register_errno;
+    uint64_t ring_errno;
+} sw_statistics;
+
+typedef struct {
+    const char *name;
+    uint32_t uring;
+    uint32_t threads;
+    uint32_t depth;
+    uint64_t request_bytes;
+} sw_options;
+
+/* A job inside its engine. Two owners may hold it: the engine, and the ticket that it waits for. */
+typedef struct sw_task {
+    sw_job job;
+    sw_engine *engine;
+    struct sw_task *next;               /* in the ready queue, the done queue or a local list */
+    struct sw_task *wait_prev, *wait_next; /* among the engine's waiting tasks */
+    struct sw_task *ticket_next;        /* among the ticket's waiting tasks */
+    atomic_int owners;
+    atomic_int claimed;                 /* set once, by whoever ends the wait: the ticket or close */
+    uint64_t total;                     /* bytes to ask for: length, padded for direct I/O */
+    uint64_t issued;                    /* of total */
+    uint64_t end;                       /* where the file ended; UINT64_MAX: it did not */
+    uint32_t in_flight;
+    bool queued;                        /* in the ready queue */
+    int64_t error;                      /* first -errno */
+    int64_t result;
+    uint64_t bad_blocks;
+} sw_task;
+
+/* One system call's worth of a task, and how far it got. */
+typedef struct sw_request {
+    sw_task *task;
+    uint64_t position;  /* in the job */
+    uint64_t length;
+    uint64_t need;      /* bytes that make it complete: without a read's padding */
+    uint64_t done;      /* where to continue; aligned for direct I/O */
+    uint64_t seen;      /* most bytes that were there */
+    uint32_t tries;
+    bool fixed;
+    struct sw_request *next_free;
+} sw_request;
+
+typedef struct sw_uring sw_uring;
+
+struct sw_engine {
+    pthread_mutex_t lock;
+    pthread_cond_t work;     /* thread back end: something is ready, or closing */
+    pthread_cond_t progress; /* for close: a task or a thread has ended */
+    pid_t pid;
+    int done_fd;
+    bool closing;
+    uint32_t depth;
+    uint64_t request_bytes;
+    char name[16];
+
+    sw_task *ready_head, *ready_tail; /* have something left to issue, oldest first */
+    sw_task *done_head, *done_tail;
+    sw_task *waiting;
+    uint64_t outstanding; /* submitted, not finished */
+    uint64_t unreaped;    /* submitted, not reaped */
+    sw_statistics stats;
+
+    uint64_t fault_bytes_max; /* tests only: cuts each request; 0: off */
+    uint32_t fault_every;     /* tests only: every n-th result becomes fault_error; 0: off */
+    int32_t fault_error;
+    uint64_t fault_count;
+
+    uint32_t threads_alive;
+    uint32_t thread_count;
+    pthread_t *threads;
+    sw_uring *uring; /* NULL: thread back end */
+};
+
+/* ticket.c */
+sw_ticket *sw_ticket_new(void);
+void sw_ticket_free(sw_ticket *ticket);
+int sw_ticket_state(sw_ticket *ticket);
+void sw_ticket_fire(sw_ticket *ticket, int ok);
+int sw_ticket_wait(sw_ticket *ticket, sw_task *task);
+sw_task *sw_ticket_take(sw_ticket *ticket, bool ok);
+
+/* engine.c */
+int sw_engine_new(const sw_options *options, sw_engine **out);
+int sw_engine_submit(sw_engine *engine, const sw_job *jobs, uint32_t count);
+int sw_engine_reap(sw_engine *engine, sw_done *out, uint32_t max);
+int sw_engine_fileno(sw_engine *engine);
+int sw_engine_register(sw_engine *engine, uint64_t address, uint64_t size);
+int sw_engine_unregister(sw_engine *engine, uint64_t address);
+int sw_engine_statistics(sw_engine *engine, sw_statistics *out);
+int sw_engine_fault(sw_engine *engine, uint64_t bytes_max, uint32_t every, int32_t error);
+int sw_engine_stop(sw_engine *engine, int64_t timeout_ms);
+int sw_engine_free(sw_engine *engine);
+
+/* task.c: what both back ends share */
+void sw_task_drop(sw_task *task);
+void sw_task_ready(sw_task *task);
+void sw_task_finish(sw_task *task, int64_t result);
+void sw_release(sw_task *waiting, bool ok);
+bool sw_request_take(sw_engine *engine, sw_request *request);
+bool sw_request_advance(sw_engine *engine, sw_request *request, int64_t result);
+uint64_t sw_request_bytes(const sw_engine *engine, const sw_request *request);
+
+/* threads.c */
+int sw_threads_start(sw_engine *engine, uint32_t count, void *(*main)(void *)); /* in engine.c, for both */
+void *sw_threads_main(void *engine);
+
+/* uring.c */
+int sw_uring_start(sw_engine *engine);
+void sw_uring_wake(sw_engine *engine);
+void sw_uring_free(sw_engine *engine);
+int sw_uring_register(sw_engine *engine, uint64_t address, uint64_t size);
+int sw_uring_unregister(sw_engine *engine, uint64_t address);
+
+/* probe.c */
+int sw_probe_uring(char *reason, size_t size);
+
+/* pieces.c */
+int64_t sw_gather(const sw_job *job);
+int64_t sw_scatter(const sw_job *job, uint64_t *bad_blocks);
+
+/* crc32c.c; `state` is the running value, without the inversions at both ends */
+typedef struct {
+    const char *name;
+    uint32_t (*update)(uint32_t state, const uint8_t *data, size_t size);
+    uint32_t (*copy)(uint32_t state, uint8_t *to, const uint8_t *from, size_t size); /* copies, too */
+} sw_crc_kind;
+
+uint32_t sw_crc32c(uint32_t crc, const void *data, uint64_t size);
+uint32_t sw_crc32c_combine(uint32_t a, uint32_t b, uint64_t size_b);
+int sw_crc32c_select(const char *name);
+const char *sw_crc32c_name(void);
+int sw_crc32c_supported(const char *name);
+const sw_crc_kind *sw_crc_kind_now(void);
+uint32_t sw_crc_power(uint64_t exponent);
+
+/* copy.c */
+void sw_copy(uint8_t *to, const uint8_t *from, size_t size);
+void sw_copy_lines(uint8_t *to, const uint8_t *from, size_t size, size_t ahead); /* x86-64 only */
+void sw_fence(void);
+
+/* crc32c_x86.c */
+extern const sw_crc_kind sw_crc_sse42, sw_crc_avx512;
+void sw_crc_x86_init(void);
+
+/* region.c */
+int64_t sw_region_new(uint64_t size);
+int sw_region_populate(uint64_t address, uint64_t size);
+void sw_region_free(uint64_t address, uint64_t size);
+
+#endif

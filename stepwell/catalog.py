@@ -1,0 +1,176 @@
+"""What is where: the committed checkpoints of a run on all of its tiers, rebuilt from what is there.
+
+Nothing is believed that a scan does not show. A step folder without a manifest is debris; so is a manifest
+that a writer published after it had lost the run (the next writer's `seen` list does not name it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stepwell import timeline
+from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, StepwellError, TierUnavailable
+from stepwell.format.names import EPOCHS, MANIFEST, Attempt, epoch_file, epoch_of
+from stepwell.format.records import Manifest, Rewind, Seen, decode
+from stepwell.tiers.base import RecordKey, Tier
+
+
+@dataclass(slots=True)
+class Holding:
+    """One attempt's files on one tier."""
+
+    tier: Tier
+    files: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def committed(self) -> bool:
+        return MANIFEST in self.files
+
+
+@dataclass(frozen=True, slots=True)
+class Debris:
+    """What is left of an attempt that was never committed on that tier."""
+
+    tier: str
+    attempt: Attempt
+    size_bytes: int
+    late: bool = False  # it has a manifest, published by a writer that had lost the run
+
+
+class Catalog:
+    """The run's checkpoints, as of the last `refresh`. Lives on the event loop."""
+
+    def __init__(self, run: str, tiers: Sequence[Tier]) -> None:
+        self.run = run
+        self.tiers = list(tiers)
+        self.holdings: dict[Attempt, list[Holding]] = {}  # committed ones, nearest tier first
+        self.debris: list[Debris] = []
+        self.absent: dict[str, str] = {}  # tier -> why it did not answer
+        self.epochs: dict[str, list[int]] = {}  # tier -> epochs taken there, rising
+        self.rewinds: list[Rewind] = []
+        self._manifests: dict[tuple[Attempt, str], Manifest] = {}
+
+    async def refresh(self) -> None:
+        """Scans all tiers at once."""
+        scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
+        self.holdings, self.debris = {}, []
+        late = await self._late(scans)
+        for tier, found in zip(self.tiers, scans, strict=True):
+            for attempt, holding in found.items():
+                if holding.committed and attempt not in late:
+                    self.holdings.setdefault(attempt, []).append(holding)
+                else:
+                    size = sum(holding.files.values())
+                    self.debris.append(Debris(tier.info.name, attempt, size, late=holding.committed))
+        self.rewinds = await self._find_rewinds()
+
+    async def _scan(self, tier: Tier) -> dict[Attempt, Holding]:
+        found: dict[Attempt, Holding] = {}
+        epochs: list[int] = []
+        try:
+            async for file in tier.scan(self.run):
+                if file.attempt == EPOCHS:
+                    epoch = epoch_of(file.name)
+                    if epoch and epoch[1] == "json":
+                        epochs.append(epoch[0])
+                elif (attempt := Attempt.parse(file.attempt)) is not None:
+                    holding = found.setdefault(attempt, Holding(tier))
+                    if file.name:
+                        holding.files[file.name] = file.size_bytes
+        except StepwellError as error:
+            self.absent[tier.info.name] = str(error)
+            return {}
+        self.absent.pop(tier.info.name, None)
+        self.epochs[tier.info.name] = sorted(epochs)
+        return found
+
+    async def _late(self, scans: Sequence[dict[Attempt, Holding]]) -> set[Attempt]:
+        """Attempts whose manifest came after their writer had lost the run."""
+        for tier in reversed(self.tiers):
+            for epoch in reversed(self.epochs.get(tier.info.name, [])):
+                data = await tier.fetch(RecordKey(self.run, epoch_file(epoch, "seen.json")))
+                if data is None:
+                    continue  # its writer died before it had looked: the list before counts
+                try:
+                    seen = set(decode(data, Seen).attempts)
+                except StepwellError:
+                    continue  # a bad list must not hide good checkpoints
+                return {a for found in scans for a in found if a.epoch < epoch and a.folder not in seen}
+        return set()
+
+    async def _find_rewinds(self) -> list[Rewind]:
+        for attempt in sorted(self.holdings, reverse=True):
+            try:
+                return (await self.manifest(attempt)).rewinds
+            except StepwellError:
+                continue  # unreadable: restore will report it; the one before knows all but the last rewind
+        return []
+
+    async def manifest(self, attempt: Attempt, tier: Tier | None = None) -> Manifest:
+        """The checkpoint's manifest from `tier`, or from the nearest tier that has a good one.
+
+        Raises the last tier's error if none has.
+        """
+        failure: StepwellError | None = None
+        for holding in self.holdings.get(attempt, []):
+            name = holding.tier.info.name
+            if tier is not None and holding.tier is not tier:
+                continue
+            if (attempt, name) in self._manifests:
+                return self._manifests[attempt, name]
+            try:
+                data = await holding.tier.fetch(RecordKey(self.run, f"{attempt.folder}/{MANIFEST}"))
+                if data is None:
+                    raise CheckpointNotFound("the manifest is gone", step=attempt.step, tier=name)
+                manifest = decode(
+                    data, Manifest, run=self.run, step=attempt.step, tier=name, path=f"{attempt.folder}/{MANIFEST}"
+                )
+            except StepwellError as error:
+                failure = error
+                continue
+            self._manifests[attempt, name] = manifest
+            return manifest
+        raise failure or CheckpointNotFound("no such checkpoint", run=self.run, step=attempt.step)
+
+    def add(self, attempt: Attempt, tier: Tier, files: dict[str, int], manifest: Manifest) -> None:
+        """Notes a commit made by this process, without another scan."""
+        held = self.holdings.setdefault(attempt, [])
+        held[:] = [h for h in held if h.tier is not tier] + [Holding(tier, {**files, MANIFEST: 0})]
+        held.sort(key=lambda h: self.tiers.index(h.tier))
+        self._manifests[attempt, tier.info.name] = manifest
+        self.rewinds = manifest.rewinds
+
+    def newest_first(self) -> list[Attempt]:
+        """The checkpoints of the current timeline, highest step first."""
+        return timeline.current(self.holdings, self.rewinds)
+
+    def at_step(self, step: int) -> list[Attempt]:
+        """Every attempt at `step`, the best choice first. Raises CheckpointNotFound if there is none."""
+        found = timeline.by_step(self.holdings, step, self.rewinds)
+        if not found:
+            self.require_all_tiers(f"step {step} is on no tier that answers")
+            steps = sorted({a.step for a in self.holdings})
+            raise CheckpointNotFound(
+                f"there is no checkpoint of step {step}",
+                todo=f"There are {len(steps)}: {', '.join(map(str, steps[-8:]))}" if steps else "The run has none yet",
+                run=self.run,
+            )
+        return found
+
+    def require_all_tiers(self, what: str) -> None:
+        """Raises TierUnavailable if some tier did not answer: what is not seen there may exist."""
+        if self.absent:
+            reasons = "; ".join(f"{tier}: {why}" for tier, why in self.absent.items())
+            raise TierUnavailable(f"{what}, but not every tier answered: {reasons}", run=self.run)
+
+    def nothing_good(self, reasons: dict[int, str]) -> NoGoodCheckpoint:
+        """The error for a run whose checkpoints all failed."""
+        listed = "; ".join(f"step {step}: {why}" for step, why in list(reasons.items())[:5])
+        return NoGoodCheckpoint(
+            f"none of the {len(reasons)} checkpoints can be used: {listed}",
+            reasons=reasons,
+            todo="Nothing was deleted; restore(step=…) tries one of them alone",
+            run=self.run,
+        )

@@ -1,0 +1,187 @@
+"""The commit protocol: rank records, then one manifest, published by the leader and never replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from stepwell import native
+from stepwell.catalog import Catalog, Holding
+from stepwell.epochs import Writership, describe_self
+from stepwell.errors import CorruptData, RunBusy, StepwellError
+from stepwell.format.names import MANIFEST, Attempt, rank_file, rank_of
+from stepwell.format.records import Draft, Manifest, RankRecord, ShardRecord, decode, encode
+from stepwell.jobs import Job, wait_for
+from stepwell.mover import ShardJob
+from stepwell.saving import Order
+from stepwell.tiers.base import RecordKey, Reservation, Tier
+
+
+def rank_record(order: Order, attempt: Attempt, jobs: Sequence[ShardJob], draft: Draft) -> bytes:
+    """This rank's record, once every block has been copied and checksummed."""
+    shards = [
+        ShardRecord(
+            file=job.key.name,
+            size=job.size,
+            data_start=len(shard.header),
+            header_crc=native.crc32c(shard.header),
+            blocks=job.crcs.astype("<u4").tobytes(),
+        )
+        for job, shard in zip(jobs, order.snapshot.shards, strict=True)
+    ]
+    record = RankRecord(
+        step=order.step,
+        attempt=attempt.folder,
+        rank=order.job.rank,
+        world=order.job.world,
+        parts=order.snapshot.parts,
+        part_bytes=order.snapshot.part_bytes,
+        shards=shards,
+        draft=draft,
+        skeleton=msgspec.Raw(msgspec.json.encode(order.snapshot.skeleton)),
+    )
+    return encode(record)
+
+
+def manifest_of(attempt: Attempt, records: dict[int, bytes], absent: Sequence[str] = ()) -> Manifest:
+    """The commit record that follows from the ranks' records; the lowest rank's draft speaks for all."""
+    ranks = {rank: decode(data, RankRecord, rank=rank, step=attempt.step) for rank, data in sorted(records.items())}
+    first = next(iter(ranks.values()))
+    parts: dict[str, int] = {}
+    for record in ranks.values():
+        if record.attempt != attempt.folder:
+            raise CorruptData("a rank's record belongs to another attempt", step=attempt.step, rank=record.rank)
+        for part, size in record.part_bytes.items():
+            if part not in absent:
+                parts[part] = parts.get(part, 0) + size
+    draft = first.draft
+    return Manifest(
+        run_id=draft.run_id,
+        step=attempt.step,
+        attempt=attempt.folder,
+        world=first.world,
+        parts=parts,
+        absent=list(absent),
+        covers=list(ranks),
+        digests=[native.crc32c(records[rank]) for rank in ranks],
+        files=draft.files,
+        metrics=draft.metrics,
+        tags=draft.tags,
+        parent=draft.parent,
+        timeline=draft.timeline,
+        rewinds=draft.rewinds,
+        made=draft.made,
+        seconds=draft.seconds,
+    )
+
+
+class Committer:
+    """Commits attempts for one process of a job."""
+
+    def __init__(self, run: str, job: Job, writership: Writership, rank_timeout_s: float) -> None:
+        self.run, self.job, self.writership, self._timeout_s = run, job, writership, rank_timeout_s
+        self._homes: list[str] = []
+
+    async def meet(self, group: str) -> None:
+        """Learns which ranks share this node, by the kernel's boot id."""
+        store = self.job.store
+        store.put(f"{group}/home/{self.job.rank}", (describe_self(self.job, 0.0).boot or "?").encode())
+        homes = [
+            wait_for(store, f"{group}/home/{rank}", self._timeout_s, f"rank {rank}") for rank in range(self.job.world)
+        ]
+        self._homes = [home.decode() for home in await asyncio.gather(*homes)]
+
+    def covered(self, tier: Tier) -> list[int]:
+        """The ranks whose records lie on `tier` as this process sees it."""
+        mine = self._homes[self.job.rank]
+        return [rank for rank, home in enumerate(self._homes) if tier.info.scope == "shared" or home == mine]
+
+    async def publish(
+        self, tier: Tier, attempt: Attempt, record: bytes, reserved: Sequence[Reservation], absent: Sequence[str] = ()
+    ) -> Manifest:
+        """Makes this rank's shards and record durable, and returns when the manifest is there, too.
+
+        The lowest rank on the tier publishes it, after every other rank there has announced its record.
+        Raises RunBusy if another writer has taken the run meanwhile.
+        """
+        own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
+        if not await tier.commit(own, record, shards=reserved) and await tier.fetch(own) != record:
+            raise CorruptData("another attempt's record stands in this one's place", path=str(own), tier=tier.info.name)
+        home = self._homes[self.job.rank] if tier.info.scope == "node" else ""
+        prefix = f"stepwell/{self.run}/{attempt.folder}/{tier.info.name}/{home}"
+        covered = self.covered(tier)
+        store, leader = self.job.store, covered[0]
+        if self.job.rank != leader:
+            store.put(f"{prefix}/rank-{self.job.rank}", native.crc32c(record).to_bytes(4, "little"))
+            data = await wait_for(
+                store, f"{prefix}/manifest", self._timeout_s, f"the manifest of step {attempt.step} by rank {leader}"
+            )
+            return decode(data, Manifest, step=attempt.step, tier=tier.info.name)
+        records = {self.job.rank: record}
+        for rank in covered[1:]:
+            digest = await wait_for(
+                store, f"{prefix}/rank-{rank}", self._timeout_s, f"rank {rank}'s part of step {attempt.step}"
+            )
+            theirs = await tier.fetch(RecordKey(self.run, f"{attempt.folder}/{rank_file(rank)}"))
+            if theirs is None or native.crc32c(theirs) != int.from_bytes(digest, "little"):
+                raise CorruptData(
+                    "a rank's record is not the one it announced", rank=rank, step=attempt.step, tier=tier.info.name
+                )
+            records[rank] = theirs
+        manifest = manifest_of(attempt, records, absent)
+        await self._put_manifest(tier, attempt, manifest)
+        store.put(f"{prefix}/manifest", encode(manifest))
+        return manifest
+
+    async def _put_manifest(self, tier: Tier, attempt: Attempt, manifest: Manifest) -> None:
+        if self.job.leader and not await self.writership.still_ours():
+            raise RunBusy(
+                "another writer has taken this run over; this save is not committed", run=self.run, step=attempt.step
+            )
+        await tier.commit(RecordKey(self.run, f"{attempt.folder}/{MANIFEST}"), encode(manifest))
+
+    async def adopt(self, catalog: Catalog) -> list[tuple[Attempt, str]]:
+        """Commits attempts of dead writers that lack nothing but the manifest."""
+        adopted = []
+        for debris in catalog.debris:
+            tier = next(t for t in catalog.tiers if t.info.name == debris.tier)
+            if debris.late or debris.attempt.epoch >= self.writership.epoch or tier.info.read_only:
+                continue
+            files = await self._files(tier, debris.attempt)
+            try:
+                records = await self._whole(tier, debris.attempt, files)
+            except StepwellError:
+                continue
+            if records is not None:
+                await self._put_manifest(tier, debris.attempt, manifest_of(debris.attempt, records))
+                adopted.append((debris.attempt, debris.tier))
+        return adopted
+
+    async def _files(self, tier: Tier, attempt: Attempt) -> Holding:
+        holding = Holding(tier)
+        async for found in tier.scan(self.run):
+            if found.attempt == attempt.folder and found.name:
+                holding.files[found.name] = found.size_bytes
+        return holding
+
+    async def _whole(self, tier: Tier, attempt: Attempt, holding: Holding) -> dict[int, bytes] | None:
+        """All ranks' records, if they and the files they tell of are all there."""
+        records: dict[int, bytes] = {}
+        world = 0
+        for rank in _ranks(holding.files):
+            data = await tier.fetch(RecordKey(self.run, f"{attempt.folder}/{rank_file(rank)}"))
+            if data is None:
+                return None
+            record = decode(data, RankRecord)
+            if any(holding.files.get(shard.file) != shard.size for shard in record.shards):
+                return None
+            if any(holding.files.get(name) != file.size for name, file in record.draft.files.items()):
+                return None
+            records[rank], world = data, record.world
+        return records if records and sorted(records) == list(range(world)) else None
+
+
+def _ranks(names: Iterable[str]) -> list[int]:
+    return sorted(rank for name in names if (rank := rank_of(name)) is not None)

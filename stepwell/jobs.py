@@ -1,0 +1,100 @@
+"""Rank and world, and the small key-value store that the ranks of a job share.
+
+Both are read when the first save or restore needs them, so that a store can be opened before
+torch.distributed is initialised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+from stepwell.errors import WaitTimeout
+
+#: first and longest pause between two looks at the job's store
+_POLL_FIRST_S, _POLL_LAST_S = 0.002, 0.05
+
+
+class JobStore(Protocol):
+    """Values that every rank of the job sees. Keys are written once."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def poll(self, key: str) -> bytes | None:
+        """The value, or None if nobody has put it yet. Never blocks for long."""
+        ...
+
+
+class LocalStore:
+    """For a world of one."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def poll(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+
+class DistributedStore:
+    """The store of torch.distributed's default process group.
+
+    Only `check` and a `get` of what is there are used: a blocking `get` would hold the client's lock
+    against the collectives of the training loop.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self._store = _get_default_store()
+
+    def put(self, key: str, value: bytes) -> None:
+        self._store.set(key, value.hex())
+
+    def poll(self, key: str) -> bytes | None:
+        return bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """This process's place in its job."""
+
+    rank: int
+    world: int
+    store: JobStore
+    name: str | None  # of the scheduler's job, the same in its restarts
+    restarts: int
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+
+def current_job() -> Job:
+    """As torch.distributed and the scheduler's environment say now."""
+    name = next(
+        (os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID") if k in os.environ),
+        None,
+    )
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return Job(dist.get_rank(), dist.get_world_size(), DistributedStore(), name, restarts)
+    return Job(0, 1, LocalStore(), name, restarts)
+
+
+async def wait_for(store: JobStore, key: str, timeout: float, what: str) -> bytes:
+    """The value of `key` once a rank has put it. Raises WaitTimeout that says `what` did not come."""
+    loop = asyncio.get_running_loop()
+    deadline, pause = loop.time() + timeout, _POLL_FIRST_S
+    while (value := store.poll(key)) is None:
+        if loop.time() > deadline:
+            raise WaitTimeout(f"{what} did not come within {timeout:.0f} s", todo="See whether that rank is alive")
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, _POLL_LAST_S)
+    return value

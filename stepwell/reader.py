@@ -1,0 +1,245 @@
+"""The reading side: opens a checkpoint's records, and fills tensors from whichever tiers hold good bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from stepwell import native
+from stepwell.catalog import Catalog, Holding
+from stepwell.errors import CheckpointGone, CorruptData, StepwellError, WorldChanged
+from stepwell.format.names import Attempt, rank_file
+from stepwell.format.records import RankRecord, ShardRecord, decode
+from stepwell.format.safetensors import Header, TensorEntry, parse_header
+from stepwell.mover import Crcs, Healing, Mover
+from stepwell.ranges import Array, piece_map, plan_reads
+from stepwell.state import Fill
+from stepwell.tiers.base import CheckpointKey, ChunkIO, Lease, RecordKey, ShardKey, Tier
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A shard that can be read: where it is, and what is in it."""
+
+    key: ShardKey
+    size: int
+    tiers: list[Tier]  # nearest first
+    header: Header
+    crcs: Crcs | None
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenShards:
+    """Shards that can be read together. `step` is None for files that are no checkpoint of ours."""
+
+    step: int | None
+    shards: list[OpenShard]
+    healing: Healing = field(default_factory=Healing)
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenCheckpoint(OpenShards):
+    """A checkpoint whose records have been read and checked. Close it to give its files back."""
+
+    attempt: Attempt
+    record: RankRecord
+    leases: list[Lease] = field(default_factory=list)
+
+    @property
+    def skeleton(self) -> Any:
+        return msgspec.json.decode(self.record.skeleton)
+
+    async def close(self, mover: Mover) -> None:
+        """Gives the leases back, once reads that were left behind (a timeout) have ended."""
+        await mover.settled([shard.key for shard in self.shards])
+        await asyncio.gather(*(lease.close() for lease in self.leases))
+
+
+async def open_checkpoint(mover: Mover, catalog: Catalog, attempt: Attempt, rank: int, world: int) -> OpenCheckpoint:
+    """Reads and checks the rank's record and its shards' headers.
+
+    Raises StepwellError if no tier has them good: CorruptData names file, key and step.
+    """
+    manifest = await catalog.manifest(attempt)
+    if manifest.world != world:
+        raise WorldChanged(
+            f"the checkpoint was saved by {manifest.world} ranks, this job has {world}",
+            todo="Restore with the same number of ranks",
+            run=catalog.run,
+            step=attempt.step,
+        )
+    holdings = catalog.holdings[attempt]
+    healing = Healing()
+    record = await _record(catalog, attempt, rank, holdings, healing)
+    opened = OpenCheckpoint(step=attempt.step, attempt=attempt, record=record, shards=[], healing=healing)
+    try:
+        opened.shards = list(
+            await asyncio.gather(
+                *(_open_shard(mover, catalog, attempt, shard, holdings, opened) for shard in record.shards)
+            )
+        )
+    except BaseException:
+        await opened.close(mover)
+        raise
+    return opened
+
+
+async def _record(
+    catalog: Catalog, attempt: Attempt, rank: int, holdings: Sequence[Holding], healing: Healing
+) -> RankRecord:
+    """The rank's record, from the nearest tier where it is the one that was committed."""
+    name = f"{attempt.folder}/{rank_file(rank)}"
+    wrong: list[str] = []
+    for holding in holdings:
+        tier = holding.tier.info.name
+        try:
+            manifest = await catalog.manifest(attempt, holding.tier)
+            if rank not in manifest.covers:
+                continue
+            data = await holding.tier.fetch(RecordKey(catalog.run, name))
+            if data is None:
+                raise CorruptData("the file is missing", path=name, tier=tier)
+            record = decode(data, RankRecord, path=name, step=attempt.step, tier=tier)
+            if native.crc32c(data) != manifest.digests[manifest.covers.index(rank)]:
+                raise CorruptData(
+                    "the record is not the one that was committed", path=name, step=attempt.step, tier=tier
+                )
+            return record
+        except StepwellError as error:
+            wrong.append(f"{tier}: {error}")
+    raise CorruptData(
+        f"no tier has a good record of rank {rank}: {'; '.join(wrong)}", path=name, run=catalog.run, step=attempt.step
+    )
+
+
+async def _open_shard(
+    mover: Mover,
+    catalog: Catalog,
+    attempt: Attempt,
+    shard: ShardRecord,
+    holdings: Sequence[Holding],
+    opened: OpenCheckpoint,
+) -> OpenShard:
+    """Leases the shard on every tier that has it whole, and reads its header."""
+    key = ShardKey(CheckpointKey(catalog.run, attempt.folder), shard.file)
+    tiers: list[Tier] = []
+    for holding in holdings:
+        size = holding.files.get(shard.file)
+        name = holding.tier.info.name
+        if size is not None and size != shard.size:
+            opened.healing.bad[name, key] = f"the file has {size} bytes instead of {shard.size}"
+            continue
+        try:
+            opened.leases.append(await holding.tier.lease([key]))
+            tiers.append(holding.tier)
+        except StepwellError as error:
+            manifest = await catalog.manifest(attempt, holding.tier)
+            if not (isinstance(error, CheckpointGone) or set(manifest.absent) & _parts_of(opened.record, shard.file)):
+                opened.healing.bad[name, key] = f"the file is missing: {error}"
+    if not tiers:
+        wrong = "; ".join(f"{name}: {what}" for (name, k), what in opened.healing.bad.items() if k == key)
+        raise CorruptData(
+            f"no tier has {shard.file} whole: {wrong or 'it is on none'}",
+            path=str(key),
+            step=attempt.step,
+            key=", ".join(sorted(_parts_of(opened.record, shard.file))),
+        )
+    header = await _header(mover, key, shard, tiers, opened.healing)
+    return OpenShard(key, shard.size, tiers, header, shard.crcs())
+
+
+def _parts_of(record: RankRecord, file: str) -> set[str]:
+    return {part for part, files in record.parts.items() if file in files}
+
+
+async def _header(mover: Mover, key: ShardKey, shard: ShardRecord, tiers: Sequence[Tier], healing: Healing) -> Header:
+    """Reads and parses the header, checked by its own checksum so that no whole block need be read."""
+    wrong: list[str] = []
+    for tier in tiers:
+        try:
+            data = await read_bytes(mover, tier, key, shard.data_start)
+            if native.crc32c(data) == shard.header_crc:
+                return parse_header(data, shard.size, str(key))
+            what = "the header's checksum is wrong"
+        except StepwellError as error:
+            what = str(error)
+        healing.bad[tier.info.name, key] = what
+        wrong.append(f"{tier.info.name}: {what}")
+    raise CorruptData(f"the header of {key.name} is bad on every tier: {'; '.join(wrong)}", path=str(key))
+
+
+async def read_bytes(mover: Mover, tier: Tier, key: ShardKey, length: int) -> bytes:
+    """The first `length` bytes of a shard, unchecked."""
+    data = bytearray()
+    slot = await mover.pool.acquire()
+    try:
+        while len(data) < length:
+            part = min(mover.pool.slot_bytes, length - len(data))
+            [result] = await tier.read([ChunkIO(key, len(data), part, slot.address)])
+            if result.error is not None:
+                raise result.error
+            data += mover.pool.view(slot, part)
+    finally:
+        mover.pool.release(slot)
+    return bytes(data)
+
+
+async def fill(mover: Mover, opened: OpenShards, fills: Sequence[Fill]) -> None:
+    """Reads every label's bytes into its tensor, all shards and tiers in parallel, verified.
+
+    Raises CorruptData naming file, keys and step if a block is good on no tier; tensors filled before that
+    keep what they got.
+    """
+    by_shard: list[tuple[OpenShard, list[tuple[TensorEntry, torch.Tensor]]]] = []
+    left = {f.label: f.tensor for f in fills}
+    for shard in opened.shards:
+        entries = shard.header.entries
+        here = [(entries[label], left[label]) for label in left.keys() & entries.keys()]
+        for entry, tensor in here:
+            del left[entry.label]
+            if tensor.nbytes != entry.end - entry.begin:
+                raise CorruptData(
+                    "the record and the shard disagree on a tensor's size", key=entry.label, path=str(shard.key)
+                )
+        if here:
+            by_shard.append((shard, here))
+    if left:
+        raise CorruptData(
+            f"{len(left)} tensors of the record are in no shard, among them {min(left)!r}", step=opened.step
+        )
+    work = []
+    for shard, here in by_shard:
+        starts = np.array([entry.begin for entry, _ in here], np.uint64)
+        lengths = np.array([entry.end - entry.begin for entry, _ in here], np.uint64)
+        addresses = np.array([tensor.data_ptr() for _, tensor in here], np.uint64)
+        work.append(fill_runs(mover, opened, shard, starts, lengths, addresses, [tensor for _, tensor in here]))
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def fill_runs(
+    mover: Mover, opened: OpenShards, shard: OpenShard, starts: Array, lengths: Array, addresses: Array, keep: object
+) -> None:
+    """Reads bytes [start, start + length) of a shard to addresses in memory, verified. `keep` owns the memory."""
+    pieces = piece_map(starts, lengths, addresses, shard.size, keep)
+    reads = plan_reads(starts, lengths, shard.size, mover.pool.slot_bytes)
+    try:
+        await mover.get(shard.tiers, shard.key, reads, pieces, shard.crcs, opened.healing)
+    except CorruptData as error:
+        block = error.where.get("block")
+        names = _labels_in(shard.header, block) if isinstance(block, int) else []
+        where = {**error.where, "step": opened.step, "key": ", ".join(names) or None}
+        raise CorruptData(error.what, todo=error.todo, **where) from error
+
+
+def _labels_in(header: Header, block: int) -> list[str]:
+    """The tensors that have bytes in a block, a few of them."""
+    low, high = block * native.BLOCK_BYTES, (block + 1) * native.BLOCK_BYTES
+    return [entry.label for entry in header.entries.values() if entry.begin < high and entry.end > low][:4]

@@ -1,0 +1,93 @@
+"""References: how a checkpoint is named, the same in Python and on the command line.
+
+`PATH@1200`, `PATH@latest`, `PATH@best:METRIC`, `PATH@best:max:METRIC`, `PATH@TAG`, where PATH is a run's
+folder; or a plain path of a step folder, a folder of safetensors files, or one such file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stepwell.checkpoint import Checkpoint
+from stepwell.errors import CheckpointNotFound, FormatError
+from stepwell.format.names import MANIFEST, RUN_FILE, Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a reference stands for: a run (and which checkpoint of it), a step folder, or plain files."""
+
+    kind: Literal["run", "step", "plain"]
+    folder: Path
+    select: str = "latest"
+    file: str | None = None  # of a plain folder: only this one
+
+
+def find(ref: str | os.PathLike[str]) -> Place:
+    """Looks at the path. Raises CheckpointNotFound or FormatError with what is really there."""
+    text = os.fspath(ref)
+    select = None
+    path = Path(text).expanduser().absolute()
+    if "@" in text and not os.path.lexists(path):
+        text, _, select = text.rpartition("@")
+        path = Path(text).expanduser().absolute()
+    if not path.exists():
+        what = "a link to nothing" if path.is_symlink() else "no such file or folder"
+        raise CheckpointNotFound(f"{what}: {path}", path=str(path))
+    if path.is_dir():
+        return _folder(path, select)
+    if select is not None:
+        raise CheckpointNotFound(f"@{select} needs a run's folder, and this is a file", path=str(path))
+    if not path.is_file():
+        raise FormatError("neither a file nor a folder", path=str(path))
+    return Place("plain", path.parent, file=path.name)
+
+
+def _folder(path: Path, select: str | None) -> Place:
+    with os.scandir(path) as listing:
+        names = {entry.name for entry in listing}
+    if MANIFEST in names or Attempt.parse(path.name):
+        return Place("step", path)
+    if RUN_FILE in names or any(Attempt.parse(name) for name in names):
+        return Place("run", path, select or "latest")
+    if any(name.endswith(".safetensors") for name in names):
+        return Place("plain", path)
+    held = ", ".join(sorted(names)[:5]) or "nothing"
+    raise CheckpointNotFound(
+        f"neither a run, a checkpoint nor a folder of safetensors files; it holds {held}", path=str(path)
+    )
+
+
+def choose(found: Sequence[Checkpoint], select: str, where: str) -> Checkpoint:
+    """The checkpoint of the list (by rising step) that `select` means. Raises CheckpointNotFound."""
+    if not found:
+        raise CheckpointNotFound("the run has no checkpoint", path=where)
+    if select == "latest":
+        return found[-1]
+    if select.isdecimal():
+        matching = [c for c in found if c.step == int(select)]
+    elif select.startswith("best:"):
+        mode, _, metric = select.removeprefix("best:").rpartition(":")
+        if mode not in ("", "min", "max"):
+            raise CheckpointNotFound(
+                f"@{select} is not understood", todo="Write @best:METRIC or @best:max:METRIC", path=where
+            )
+        matching = best(found, metric, "max" if mode == "max" else "min")
+    else:
+        matching = [c for c in found if select in c.tags]
+    if not matching:
+        steps = ", ".join(str(c.step) for c in found[-8:])
+        raise CheckpointNotFound(f"no checkpoint matches @{select}", todo=f"The newest steps are {steps}", path=where)
+    return matching[-1]
+
+
+def best(found: Sequence[Checkpoint], metric: str, mode: Literal["min", "max"]) -> list[Checkpoint]:
+    """Those that have the metric as a number (NaN never counts), the best one last; of equals the newer."""
+    usable = [c for c in found if metric in c.metrics and not math.isnan(c.metrics[metric])]
+    sign = 1.0 if mode == "max" else -1.0
+    return sorted(usable, key=lambda c: (sign * c.metrics[metric], c.step))

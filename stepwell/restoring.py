@@ -1,0 +1,142 @@
+"""Restore: choose the newest good checkpoint, match it with the state, read, apply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from stepwell.catalog import Catalog
+from stepwell.checkpoint import Checkpoint, from_manifest
+from stepwell.errors import CheckpointNotFound, CorruptData, StepwellError, TierError
+from stepwell.format.names import Attempt
+from stepwell.format.records import RankRecord
+from stepwell.mover import Mover
+from stepwell.reader import fill, open_checkpoint
+from stepwell.state import assign
+from stepwell.tiers.base import ShardKey
+from stepwell.timeline import abandoned
+
+log = logging.getLogger("stepwell")
+
+_MIXED = "Tensors of the state may hold a mix of old and restored values: restore again before training on."
+
+#: errors of one checkpoint that an older one may not have
+_TRY_OLDER = (CorruptData, TierError, CheckpointNotFound)
+
+
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Runs a coroutine on the event loop and waits for it."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+
+
+Start = Callable[[Coroutine[Any, Any, None]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the caller of restore asked for."""
+
+    state: Mapping[Any, Any]
+    step: int | None
+    strict: bool | dict[str, bool]
+    rename: Any
+    allow_pickle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What restore did, and what the writer should mend."""
+
+    checkpoint: Checkpoint
+    attempt: Attempt
+    bad: dict[tuple[str, ShardKey], str]  # (tier, shard) -> what was wrong
+    record: RankRecord
+
+
+async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
+    """The checkpoint as users see it."""
+    manifest = await catalog.manifest(attempt)
+    tiers, complete_on = [], []
+    for holding in catalog.holdings[attempt]:
+        tiers.append(holding.tier.info.name)
+        try:
+            if (await catalog.manifest(attempt, holding.tier)).complete:
+                complete_on.append(holding.tier.info.name)
+        except StepwellError as error:
+            log.warning("%s", error)
+    return from_manifest(catalog.run, manifest, tiers, complete_on, abandoned(attempt, catalog.rewinds))
+
+
+def restore(
+    mover: Mover, catalog: Catalog, wish: Wish, rank: int, world: int, run: Run, start: Start
+) -> Restored | None:
+    """Restores the newest good checkpoint, or the one of `wish.step`, into `wish.state`.
+
+    None if every tier answered and none holds a commit. Called in the user's thread, because it calls the
+    state's own code (state_dict, load_state_dict); `run` runs coroutines on the event loop, `start` only
+    starts them.
+    """
+    run(catalog.refresh())
+    candidates = catalog.newest_first() if wish.step is None else catalog.at_step(wish.step)
+    if not candidates:
+        catalog.require_all_tiers("no checkpoint was found")
+        if catalog.debris:
+            log.warning("%d unfinished saves were found, and no committed checkpoint", len(catalog.debris))
+        return None
+    skipped: dict[int, str] = {}
+    touched = False
+    for attempt in candidates:
+        last = attempt == candidates[-1]
+        absent = run(_absent_parts(catalog, attempt, wish.state))
+        if absent and not last and wish.step is None:
+            skipped[attempt.step] = f"it has no part {', '.join(map(repr, absent))}"
+            continue
+        try:
+            opened = run(open_checkpoint(mover, catalog, attempt, rank, world))
+            try:
+                placement = assign(
+                    opened.skeleton, wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
+                )
+                touched = touched or bool(placement.fills)
+                run(fill(mover, opened, placement.fills))
+            finally:
+                start(opened.close(mover))
+        except _TRY_OLDER as error:
+            log.error("step %d cannot be restored: %s", attempt.step, error)
+            skipped[attempt.step] = str(error)
+            if wish.step is not None and last:
+                if touched:
+                    error.add_note(_MIXED)
+                raise
+            continue
+        placement.finish()
+        checkpoint = replace(
+            run(describe(catalog, attempt)),
+            skipped=skipped,
+            sources=dict(opened.healing.read_bytes),
+            healed=tuple(f"{key.name} on {tier}" for tier, key in opened.healing.bad),
+            missing=tuple(placement.missing),
+            unexpected=tuple(placement.unexpected),
+        )
+        return Restored(checkpoint, attempt, dict(opened.healing.bad), opened.record)
+    nothing = catalog.nothing_good(skipped)
+    if touched:
+        nothing.add_note(_MIXED)
+    raise nothing
+
+
+async def _absent_parts(catalog: Catalog, attempt: Attempt, state: Mapping[Any, Any]) -> list[str]:
+    """Parts of the state that the checkpoint has on no tier."""
+    have: set[str] = set()
+    for holding in catalog.holdings[attempt]:
+        try:
+            have |= set((await catalog.manifest(attempt, holding.tier)).parts)
+        except StepwellError:
+            continue
+    return [str(part) for part in state if str(part) not in have]

@@ -1,0 +1,92 @@
+"""The one background thread with its event loop, and what all stores of a process share.
+
+A forked child never touches its parent's loop, engines or memory: `Runtime.get()` makes it new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from stepwell.errors import StoreClosed, WaitTimeout
+from stepwell.native import AsyncEngine, Engine
+from stepwell.slots import SlotPool
+from stepwell.tiers.base import CHUNK_BYTES
+
+T = TypeVar("T")
+
+#: staging memory; some 25 ms of the fastest disk's rate, and enough that copying runs ahead of writing
+STAGING_BYTES = 256 << 20
+#: threads that copy and checksum; one reaches a third of a socket's memory bandwidth, more than a disk takes
+COPY_THREADS = 1
+
+_lock = threading.Lock()
+_current: Runtime | None = None
+
+
+class Runtime:
+    """Loop thread, copier engine and slots of this process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._started = threading.Event()
+        self._pool: SlotPool | None = None
+        self.loop: asyncio.AbstractEventLoop
+        self.copier: AsyncEngine
+        self._thread = threading.Thread(target=self._main, name="stepwell-loop", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    @staticmethod
+    def get() -> Runtime:
+        """This process's runtime, made on first use."""
+        global _current
+        with _lock:
+            if _current is None or _current.pid != os.getpid():
+                _current = Runtime()
+            return _current
+
+    def _main(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(self._ready)
+        self.loop.run_forever()
+
+    def _ready(self) -> None:
+        self.copier = AsyncEngine(Engine("copy", backend="threads", threads=COPY_THREADS))
+        self._started.set()
+
+    def pool(self) -> SlotPool:
+        """The staging slots; mapped on first use, populated in the background."""
+        if self._pool is None:
+            self._pool = SlotPool(STAGING_BYTES // CHUNK_BYTES, CHUNK_BYTES, self.loop)
+        return self._pool
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs `work` on the loop; from any thread, also from one that runs an event loop of its own."""
+        if self.pid != os.getpid():
+            work.close()
+            raise StoreClosed(
+                "this store was opened in the parent of this forked process",
+                todo="Open it again here: the parent's engine cannot be shared",
+            )
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None, what: str = "the call") -> T:
+        """`start` and wait. Raises WaitTimeout after `timeout` seconds (the work is then cancelled)."""
+        assert threading.current_thread() is not self._thread, "would wait for itself"
+        future = self.start(work)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the work itself raised it
+                raise
+            future.cancel()
+            raise WaitTimeout(f"{what} took longer than {timeout} s") from None
+        except KeyboardInterrupt:
+            future.cancel()
+            raise

@@ -1,0 +1,176 @@
+"""What a save is: the order given to the writer, and the handle that the caller holds."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepwell.errors import ConfigError, SaveFailed, WaitTimeout
+from stepwell.jobs import Job
+from stepwell.state import Snapshot
+from stepwell.tiers.base import Tier, TierInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did. Seconds count from the call of save()."""
+
+    step: int
+    checkpoint: str | None  # the folder's name, once it is known
+    bytes: int
+    blocked_seconds: float
+    tier_seconds: dict[str, float]
+    error: str | None
+
+
+@dataclass(slots=True)
+class Order:
+    """All that the writer needs to know of one save; made by the calling thread."""
+
+    call: int
+    step: int
+    job: Job
+    snapshot: Snapshot
+    metrics: dict[str, float | str | None]
+    tags: list[str]
+    files: dict[str, bytes]
+    began: float  # monotonic
+    made: float  # wall
+    capture_seconds: float
+    rewind_to: int | None  # this save starts a new timeline after that step
+
+
+class Save:
+    """One save on its way through the tiers: `wait`, `done`, `await`, `report`."""
+
+    def __init__(self, order: Order, tiers: Sequence[Tier]) -> None:
+        self.step = order.step
+        self._order: Order | None = order  # holds the state's tensors until they are copied
+        self._bytes = order.snapshot.nbytes
+        self._infos: dict[str, TierInfo] = {tier.info.name: tier.info for tier in tiers}
+        self._futures: dict[str, concurrent.futures.Future[None]] = {
+            name: concurrent.futures.Future() for name in self._infos
+        }
+        self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.blocked_seconds = 0.0
+        self.checkpoint: str | None = None
+        self._seconds: dict[str, float] = {}
+        self._error: BaseException | None = None
+
+    # -- for the caller ------------------------------------------------------------------
+
+    def wait(self, tier: str | None = None, *, survives: str | None = None, timeout: float | None = None) -> Save:
+        """Blocks until the checkpoint is committed on `tier`; returns the save itself.
+
+        Without `tier`: on the nearest tier that survives at least `survives` ("process", "reboot" or
+        "node-loss"; default "reboot", or the safest there is). Raises SaveFailed, with the cause chained,
+        if this save failed; WaitTimeout after `timeout` seconds, while the save goes on.
+        """
+        name = self._choose(tier, survives)
+        try:
+            self._futures[name].result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise WaitTimeout(
+                f"the save was not on this tier within {timeout} s",
+                todo="It goes on; wait again",
+                step=self.step,
+                tier=name,
+            ) from None
+        return self
+
+    def done(self, tier: str | None = None) -> bool:
+        """Whether the checkpoint is committed on `tier` (default as in `wait`). Raises nothing but
+        ConfigError for an unknown tier; a failed save is not done."""
+        future = self._futures[self._choose(tier, None)]
+        return future.done() and future.exception() is None
+
+    def __await__(self) -> Generator[Any, None, Save]:
+        yield from asyncio.wrap_future(self._futures[self._choose(None, None)]).__await__()
+        return self
+
+    def report(self) -> SaveReport:
+        """Bytes and times so far."""
+        error = None if self._error is None else str(self._error)
+        return SaveReport(self.step, self.checkpoint, self._bytes, self.blocked_seconds, dict(self._seconds), error)
+
+    def __repr__(self) -> str:
+        where = [name for name, future in self._futures.items() if future.done() and not future.exception()]
+        state = f"failed: {self._error}" if self._error else f"on {', '.join(where) or 'no tier yet'}"
+        return f"<Save of step {self.step}, {self._bytes} bytes, {state}>"
+
+    def _choose(self, tier: str | None, survives: str | None) -> str:
+        if tier is not None:
+            if tier not in self._infos:
+                raise ConfigError(f"there is no tier {tier!r}", todo=f"The tiers are {', '.join(self._infos)}")
+            return tier
+        levels = ("process", "reboot", "node-loss")
+        if survives is not None and survives not in levels:
+            raise ConfigError(f"survives={survives!r}", todo=f"Use one of {', '.join(levels)}")
+        strengths = {name: levels.index(info.survives) for name, info in self._infos.items()}
+        wanted = levels.index(survives) if survives else min(1, max(strengths.values()))
+        for name, strength in strengths.items():
+            if strength >= wanted:
+                return name
+        raise ConfigError(f"no tier survives {survives}", todo=f"The tiers are {', '.join(self._infos)}")
+
+    # -- for the writer ------------------------------------------------------------------
+
+    def take_order(self) -> Order:
+        """The order, once; the save itself keeps nothing of the state."""
+        order, self._order = self._order, None
+        assert order is not None
+        return order
+
+    def mark_copied(self) -> None:
+        if not self.copied.done():
+            self.copied.set_result(None)
+
+    def mark_committed(self, tier: str, seconds: float) -> None:
+        self._seconds[tier] = seconds
+        if not self._futures[tier].done():
+            self._futures[tier].set_result(None)
+
+    def fail(self, error: BaseException, tiers: Sequence[str] | None = None) -> None:
+        """Ends the waits on `tiers` (default all that are not done) with SaveFailed from `error`."""
+        self._error = error
+        self.mark_copied()
+        for name, future in self._futures.items():
+            if not future.done() and (tiers is None or name in tiers):
+                failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name)
+                failed.__cause__ = error
+                future.set_exception(failed)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+@dataclass(slots=True)
+class Turns:
+    """Lets saves commit in the order in which they were called, however long each takes."""
+
+    _last: asyncio.Future[None] | None = field(default=None)
+
+    def take(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
+        """(what to wait for, what to resolve when done)."""
+        before, mine = self._last, asyncio.get_running_loop().create_future()
+        self._last = mine
+        return before, mine
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str | None]:
+    """Metrics as they are stored: numbers (NaN and infinities as text, JSON has none) by name."""
+    kept: dict[str, float | str | None] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise ConfigError(f"a metric's name must be a string, not {name!r}")
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"metric {name!r} is not a number: {value!r}") from None
+        finite = number == number and abs(number) != float("inf")
+        kept[name] = number if finite else repr(number)
+    return kept

@@ -1,0 +1,109 @@
+"""Making new values of a saved state, for readers that have no live one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from stepwell.errors import KeyMismatch
+from stepwell.state.decode import Decoder
+from stepwell.state.match import _PAIRED, flat_nodes, unwrapped
+from stepwell.state.names import KeyFilter, Rename, renamer
+from stepwell.state.placement import Placement, Tensors
+from stepwell.state.skeleton import key_text, leaf_keys, read_skeleton
+from stepwell.state.values import Node
+
+
+def build(
+    skeleton: Mapping[str, Any],
+    *,
+    part: str | None = None,
+    keys: str | Sequence[str] = "*",
+    rename: Rename = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
+) -> Placement:
+    """New values for everything that was saved, or for one part, or for the keys that match (fnmatch).
+
+    Modules, optimizers and other stateful objects come back as their state dicts. dtype: what floating-point
+    tensors are converted to. `finish` returns {part key: value}, or the value if one part was asked for.
+    """
+    checked = read_skeleton(skeleton)
+    if part is not None and part not in checked.parts:
+        raise KeyMismatch(
+            f"The checkpoint has no part {part!r}", missing=[part], todo=f"It has {', '.join(checked.parts) or 'none'}"
+        )
+    tensors = Tensors(checked, device=torch.device(device), dtype=dtype)
+    decoder = Decoder(tensors, allow_pickle=allow_pickle)
+    wanted = KeyFilter(keys)
+    apply = renamer(rename)
+    chosen: list[tuple[Node, Node, str]] = []
+    for name, (key, node) in checked.parts.items():
+        if part is not None and name != part:
+            continue
+        kept = node if wanted.everything else _pruned(node, "", partial(wanted, name))
+        if kept is _NOTHING and part is None:
+            continue
+        kept = {} if kept is _NOTHING else kept
+        if apply is not None:
+            kept = _renamed(kept, apply)
+        decoder.prepare(kept, name)
+        chosen.append((key, kept, name))
+    placement = Placement(tensors.fills())
+    placement.cast = _cast(tensors, chosen, dtype)
+
+    def finish() -> Any:
+        values = {decoder.decode(key, name): decoder.decode(node, name) for key, node, name in chosen}
+        return values if part is None else next(iter(values.values()))
+
+    placement._finish = finish
+    return placement
+
+
+def _cast(tensors: Tensors, chosen: list[tuple[Node, Node, str]], dtype: torch.dtype | None) -> list[str]:
+    if dtype is None:
+        return []
+    return [
+        key
+        for _, node, name in chosen
+        for key, index in leaf_keys(node, name)
+        if tensors.leaves[index].dtype.is_floating_point and tensors.leaves[index].dtype != dtype
+    ]
+
+
+_NOTHING = object()
+
+
+def _pruned(node: Node, name: str, wanted: Callable[[str], bool]) -> Node:
+    """The node with only those dict entries that are asked for; lists and objects are taken whole or not at all."""
+    if name and wanted(name):
+        return node
+    inner = unwrapped(node)
+    if type(inner) is dict:
+        kept = {key: _pruned(child, f"{name}.{key}" if name else key, wanted) for key, child in inner.items()}
+        kept = {key: child for key, child in kept.items() if child is not _NOTHING}
+        return kept if kept else _NOTHING
+    if type(inner) is list and inner and inner[0] in _PAIRED:
+        out = inner[: _PAIRED[inner[0]]]
+        for at in range(len(out), len(inner) - 1, 2):
+            text = key_text(inner[at])
+            child = _pruned(inner[at + 1], f"{name}.{text}" if name else text, wanted)
+            if child is not _NOTHING:
+                out = [*out, inner[at], child]
+        return out if len(out) > _PAIRED[inner[0]] else _NOTHING
+    if not name and wanted(""):
+        return node
+    return node if any(wanted(key) for key, _ in leaf_keys(node, name)) else _NOTHING
+
+
+def _renamed(node: Node, apply: Callable[[str], str | None]) -> Node:
+    """A flat dict under its new names. Nested dicts become flat, with dotted names, once a name changes."""
+    entries = list(flat_nodes(node, ""))
+    renamed = [(apply(name), child) for name, child in entries]
+    if all(new == old for (new, _), (old, _) in zip(renamed, entries, strict=True)):
+        return node
+    return {new: child for new, child in renamed if new is not None}

@@ -1,0 +1,211 @@
+"""Where stored bytes go: one buffer a label, in place where a live tensor can take the bytes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stepwell.state.alias import extent_bytes
+from stepwell.state.classes import loaded_class
+from stepwell.state.dtypes import CASTABLE, RAW
+from stepwell.state.skeleton import Leaf, Skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """`tensor` (contiguous, on the CPU) must receive exactly the stored bytes of `label`."""
+
+    label: str
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+@dataclass
+class Placement:
+    """What must be read, and what happens after. Nothing live changes before `finish`, except by the fills."""
+
+    fills: list[Fill]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    _finish: Callable[[], Any] | None = None
+
+    def finish(self) -> Any:
+        """Once all fills hold their bytes: completes the restore and returns the state or the new tree. Once only."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            raise RuntimeError("this placement is finished already")
+        with torch.no_grad():
+            return finish()
+
+
+class Tensors:
+    """The tensors of one restore. Before the read: who wants which leaf; after it: the values."""
+
+    def __init__(
+        self, skeleton: Skeleton, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self.leaves = skeleton.leaves
+        self.groups = skeleton.groups
+        self.device = device if device is not None else torch.device("cpu")
+        self.dtype = dtype
+        self._fills: dict[str, torch.Tensor] = {}
+        self._base: dict[str, int] = {}  # label -> the leaf that stores it
+        self._taken: set[int] = set()  # addresses of live tensors that are filled
+        self._images: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def fills(self) -> list[Fill]:
+        """All buffers to be read, none of them empty."""
+        return [Fill(label, tensor) for label, tensor in self._fills.items() if tensor.nbytes]
+
+    def want(self, index: int) -> None:
+        """A new tensor will be made of this leaf."""
+        leaf = self.leaves[index]
+        if leaf.label not in self._fills:
+            base = self._owner(index)
+            self._fills[leaf.label] = torch.empty(base.shape, dtype=base.dtype)
+
+    def want_into(self, index: int, target: torch.Tensor) -> bool:
+        """This leaf will be copied into `target`. True if `target` itself takes the stored bytes."""
+        leaf = self.leaves[index]
+        if leaf.label not in self._fills and self._can_take(index, target):
+            plain = target.detach() if target.requires_grad or type(target) is not torch.Tensor else target
+            self._fills[leaf.label] = plain
+            self._taken.add(plain.data_ptr())
+            return True
+        self.want(index)
+        return False
+
+    def _can_take(self, index: int, target: torch.Tensor) -> bool:
+        leaf = self.leaves[index]
+        return (
+            target.dtype == leaf.dtype
+            and target.is_cpu
+            and tuple(target.shape) == leaf.shape
+            and (leaf.notes.of is None or leaf.notes.strides is None)
+            and target.is_contiguous()
+            and not (target.is_neg() or target.is_conj())
+            and target.numel() > 0
+            and target.data_ptr() not in self._taken
+        )
+
+    def _owner(self, index: int) -> Leaf:
+        of = self.leaves[index].notes.of
+        return self.leaves[index if of is None else of]
+
+    def fit(self, index: int, target: torch.Tensor) -> str:
+        """Why the leaf cannot be restored into this tensor; "" if it can (perhaps with a cast)."""
+        leaf = self.leaves[index]
+        if tuple(target.shape) != leaf.shape:
+            return f"saved shape {list(leaf.shape)}, here {list(target.shape)}"
+        if target.layout is not torch.strided:
+            return f"saved dense, here {target.layout}"
+        if leaf.dtype != target.dtype:
+            both = leaf.dtype in CASTABLE and target.dtype in CASTABLE
+            if not both or (leaf.dtype.is_complex and not target.dtype.is_complex):
+                return f"saved {leaf.dtype}, here {target.dtype}: there is no conversion"
+        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+            return "elements of the tensor here share memory, so it cannot be written"
+        return ""
+
+    def put(self, index: int, target: torch.Tensor) -> None:
+        """After the read: gives `target` the values of the leaf."""
+        leaf = self.leaves[index]
+        filled = self._fills[leaf.label]
+        if filled.data_ptr() == target.data_ptr() and filled.shape == target.shape and target.is_contiguous():
+            return
+        source = self._image(index)
+        plain = target.detach()
+        if plain.dtype == source.dtype and not (plain.is_conj() or plain.is_neg()):
+            raw = RAW[source.itemsize]
+            plain.view(raw).copy_(source.view(raw))
+        else:
+            plain.copy_(source)
+
+    def value(self, index: int) -> torch.Tensor:
+        """After the read: a new tensor with the leaf's values, sharing memory as it did when it was saved."""
+        found = self._values.get(index)
+        if found is None:
+            found = self._values[index] = self._make(index)
+        return found
+
+    def bytes_of(self, index: int) -> torch.Tensor:
+        """After the read: the stored bytes of a leaf, as a flat tensor of uint8."""
+        return self._fills[self.leaves[index].label].reshape(-1).view(torch.uint8)
+
+    def _make(self, index: int) -> torch.Tensor:
+        leaf = self.leaves[index]
+        notes = leaf.notes
+        if notes.same and notes.of is not None:
+            return self.value(notes.of)
+        tensor = self._image(index)
+        tensor = tensor.detach() if notes.of is not None else tensor
+        if notes.cls is not None:
+            tensor = _as_class(tensor, notes.cls, notes.grad)
+        if notes.grad and not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.requires_grad_(True)
+        return tensor
+
+    def _image(self, index: int) -> torch.Tensor:
+        """The leaf as plain data, in memory laid out as it was."""
+        found = self._images.get(index)
+        if found is not None:
+            return found
+        leaf = self.leaves[index]
+        notes = leaf.notes
+        if notes.of is not None:
+            base = self._image(notes.of)
+            tied = base if notes.strides is None else base.as_strided(leaf.shape, notes.strides, base.storage_offset())
+            self._images[index] = tied
+            return tied
+        filled = self._fills[leaf.label]
+        image = filled
+        if notes.strides is not None and notes.place is None:
+            image = _copied(filled, torch.empty_strided(leaf.shape, notes.strides, dtype=leaf.dtype))
+        elif notes.place is not None and not self._casts(leaf):
+            image = _copied(filled, self._placed(leaf, notes.place))
+        if self._casts(leaf):
+            image = image.to(self.device, self.dtype)
+        elif image.device != self.device:
+            image = image.to(self.device)
+        self._images[index] = image
+        return image
+
+    def _casts(self, leaf: Leaf) -> bool:
+        return self.dtype is not None and leaf.dtype.is_floating_point and leaf.dtype != self.dtype
+
+    def _placed(self, leaf: Leaf, place: tuple[int, int, tuple[int, ...]]) -> torch.Tensor:
+        group, offset, strides = place
+        buffer = self._buffers.get(group)
+        if buffer is None:
+            buffer = self._buffers[group] = torch.zeros(
+                -(-self.groups[group] // 16) * 16, dtype=torch.uint8, device=self.device
+            )
+        itemsize = leaf.dtype.itemsize
+        assert offset + extent_bytes(leaf.shape, strides, itemsize) <= self.groups[group]
+        return buffer.view(leaf.dtype).as_strided(leaf.shape, strides, offset // itemsize)
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raw = RAW[source.itemsize]
+    target.view(raw).copy_(source.view(raw))
+    return target
+
+
+def _as_class(tensor: torch.Tensor, name: str, grad: bool) -> torch.Tensor:
+    """The tensor as the class it was saved with, if that class is loaded here; its plain data otherwise."""
+    if name == "torch.nn.parameter:Parameter":
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    cls = loaded_class(name)
+    if cls is None or not issubclass(cls, torch.Tensor):
+        return tensor
+    return tensor.as_subclass(cls)

@@ -1,0 +1,130 @@
+"""A shard's bytes as pieces of memory, made contiguous range by range where tensors are not.
+
+Pieces of contiguous CPU tensors are those tensors' own memory: nothing is copied here. All others (strided,
+conjugated, on another device) are holes in the shared map; `pieces` brings only the rows that a range touches,
+so that memory stays bounded however large the tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepwell.native import PieceMap
+from stepwell.state.alias import Array
+from stepwell.state.dtypes import RAW
+from stepwell.state.plan import ShardPlan
+
+#: rows are brought in blocks of at least one row of at most this size, where the shape allows
+_BLOCK_BYTES = 1 << 20
+
+
+class ShardSource:
+    """The bytes of one shard of one snapshot. Holds the tensors for as long as it lives."""
+
+    def __init__(self, plan: ShardPlan, addresses: Array, tensors: Sequence[torch.Tensor]) -> None:
+        self.plan = plan
+        self._tensors = tensors
+        header = np.frombuffer(plan.header, np.uint8)
+        own = np.empty(len(plan.leaves) + 1, dtype=np.uint64)
+        own[0] = header.ctypes.data
+        own[1:] = addresses[plan.leaves]
+        own[plan.lazy] = 0
+        self._map = PieceMap(plan.offsets, own, keep=(plan, tensors))
+        self._addresses = own
+        self._lazy_begins = plan.offsets[plan.lazy]
+        self._lazy_ends = plan.offsets[plan.lazy + 1]
+
+    def pieces(self, start: int, stop: int) -> PieceMap:
+        """A map that covers at least [start, stop) of the file, without holes there.
+
+        The shared map of the whole shard if that range is contiguous memory; else a new one, which owns what
+        it had to copy. Callable from any thread.
+        """
+        if not 0 <= start <= stop <= self.plan.size:
+            raise ValueError(f"[{start}, {stop}) is not inside {self.plan.file} ({self.plan.size} bytes)")
+        first = int(np.searchsorted(self._lazy_ends, np.uint64(start), side="right"))
+        last = int(np.searchsorted(self._lazy_begins, np.uint64(stop), side="left"))
+        if start == stop or first >= last:
+            return self._map
+        begin = int(np.searchsorted(self.plan.offsets, np.uint64(start), side="right")) - 1
+        end = int(np.searchsorted(self.plan.offsets, np.uint64(stop), side="left"))
+        return self._materialise(begin, end, start, stop, {int(piece) for piece in self.plan.lazy[first:last]})
+
+    def _materialise(self, begin: int, end: int, start: int, stop: int, lazy: set[int]) -> PieceMap:
+        """A map of the whole file in which only pieces [begin, end) are memory."""
+        offsets = [0]
+        addresses: list[int] = []
+        if begin > 0:
+            offsets.append(int(self.plan.offsets[begin]))
+            addresses.append(0)
+        keep: list[Any] = [self.plan, self._tensors]
+        for piece in range(begin, end):
+            base = int(self.plan.offsets[piece])
+            piece_end = int(self.plan.offsets[piece + 1])
+            if piece not in lazy:
+                offsets.append(piece_end)
+                addresses.append(int(self._addresses[piece]))
+                continue
+            tensor = self._tensors[self.plan.leaves[piece - 1]]
+            for at, block in blocks(tensor, max(start - base, 0), min(stop, piece_end) - base):
+                if base + at > offsets[-1]:
+                    offsets.append(base + at)
+                    addresses.append(0)
+                offsets.append(base + at + block.nbytes)
+                addresses.append(block.data_ptr())
+                keep.append(block)
+            if offsets[-1] < piece_end:
+                offsets.append(piece_end)
+                addresses.append(0)
+        if offsets[-1] < self.plan.size:
+            offsets.append(self.plan.size)
+            addresses.append(0)
+        return PieceMap(np.array(offsets, np.uint64), np.array(addresses, np.uint64), keep=keep)
+
+
+def blocks(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Contiguous CPU copies of the parts of a tensor that hold bytes [start, stop) of its row-major data.
+
+    Yields (offset in bytes, block), in order and without gaps in between; blocks are cut at rows, so they may
+    reach a little beyond the range.
+    """
+    with torch.no_grad():
+        tensor = tensor.detach()
+        if not tensor.dim():
+            yield 0, _raw(tensor.reshape(1))
+            return
+        axis = 0
+        while axis + 1 < tensor.dim() and prod(tensor.shape[axis + 1 :]) * tensor.itemsize > _BLOCK_BYTES:
+            axis += 1
+        row = prod(tensor.shape[axis + 1 :]) * tensor.itemsize
+        outer = row * tensor.shape[axis]
+        for number in range(start // outer, -(-stop // outer)):
+            part = tensor
+            for size, index in _unravel(number, tensor.shape[:axis]):
+                assert index < size
+                part = part[index]
+            base = number * outer
+            first = max(start - base, 0) // row
+            last = min(-(-(stop - base) // row), tensor.shape[axis])
+            yield base + first * row, _raw(part[first:last])
+
+
+def _unravel(number: int, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """(size, index) of each axis for the number-th element of a shape."""
+    out: list[tuple[int, int]] = []
+    for size in reversed(shape):
+        number, index = divmod(number, size)
+        out.append((size, index))
+    return out[::-1]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The values, contiguous in CPU memory, as a dtype that torch moves bit for bit."""
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.view(RAW[tensor.itemsize]).contiguous().cpu()

@@ -1,0 +1,348 @@
+"""The store: what users hold. Synchronous, from any thread; the work happens on the background loop."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from stepwell.catalog import Catalog, Debris
+from stepwell.checkpoint import Checkpoint
+from stepwell.clock import Clock, SystemClock
+from stepwell.errors import ConfigError, SaveFailed, StepExists, StepwellError, StoreClosed, WaitTimeout
+from stepwell.files import read_sidecars
+from stepwell.jobs import current_job
+from stepwell.mover import Mover
+from stepwell.restoring import Restored, Wish, describe, restore
+from stepwell.runtime import Runtime
+from stepwell.saving import Order, Save, check_metrics
+from stepwell.settings import Settings
+from stepwell.state import PlanCache, capture
+from stepwell.tiers.base import Tier
+from stepwell.writer import RunWriter
+
+T = TypeVar("T")
+log = logging.getLogger("stepwell")
+
+_open_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
+_opened: dict[str, int] = {}  # run -> stores of it that this process has opened
+
+
+class CheckpointStore:
+    """Checkpoints of one run on a chain of tiers. Made by `stepwell.open`.
+
+    A context manager: leaving it closes the store, which waits for the saves that are under way.
+    """
+
+    def __init__(
+        self, run: str, tiers: Sequence[Tier], mode: Literal["w", "r"], settings: Settings, clock: Clock | None = None
+    ) -> None:
+        self.run, self.mode = run, mode
+        self.tiers = tuple(tiers)
+        self._pid = os.getpid()
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        self._runtime = Runtime.get()
+        self._catalog = Catalog(run, tiers)
+        self._plans = PlanCache()
+        self._calls = 0
+        self._last_step: int | None = None  # highest step saved or found; None: not looked yet
+        self._rewind_to: int | None = None
+        self._saves: list[Save] = []
+        self._first: Save | None = None
+        self._closed = False
+        self._wait(self._start())
+        _open_stores.add(self)
+
+    async def _start(self) -> None:
+        for tier in self.tiers:
+            await tier.start()
+        self._mover = Mover(self._runtime.copier, self._runtime.pool())
+        self._writer = RunWriter(self.run, self.tiers, self._mover, self._catalog, self._clock, self._settings)
+
+    def _wait(self, work: Coroutine[Any, Any, T], timeout: float | None = None, what: str = "the call") -> T:
+        if self._closed or self._pid != os.getpid():
+            work.close()
+            raise StoreClosed(
+                "the store is closed" if self._closed else "this store was opened in the parent of this process",
+                todo="Open it again",
+                run=self.run,
+            )
+        return self._runtime.run(work, timeout, what)
+
+    # -- saving --------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[Any, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+        files: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None = None,
+    ) -> Save:
+        """Saves `state` as the checkpoint of `step`; returns when the state may change again.
+
+        state: parts by name; what a part may hold: docs/api.md. metrics: numbers by name, for `best` and
+        retention. tags: words to find the checkpoint by. files: sidecars, such as a tokenizer's, by name
+        or as paths.
+
+        The save goes on in the background: see the returned `Save`. Raises StateError, before any file is
+        made, for a value that cannot be saved; StepExists for a step at or below an existing one unless an
+        older step was restored before; SaveFailed if this process's first save failed.
+        """
+        began = self._clock.monotonic()
+        self._check_writable()
+        if self._first is not None and self._first.error is not None:
+            raise SaveFailed(
+                f"the first save of this process failed: {self._first.error}",
+                todo="Mend the cause and start again",
+                step=self._first.step,
+            ) from self._first.error
+        rewind_to = self._check_step(step)
+        job = current_job()
+        snapshot = capture(state, rank=job.rank, world=job.world, plans=self._plans)
+        self._calls += 1
+        order = Order(
+            call=self._calls,
+            step=step,
+            job=job,
+            snapshot=snapshot,
+            metrics=check_metrics(metrics),
+            tags=[str(tag) for tag in tags],
+            files={**snapshot.sidecars, **read_sidecars(files)},
+            began=began,
+            made=self._clock.wall(),
+            capture_seconds=self._clock.monotonic() - began,
+            rewind_to=rewind_to,
+        )
+        save = Save(order, self.tiers)
+        self._first = self._first or save
+        self._last_step, self._rewind_to = step, None
+        del order, snapshot
+        running = self._runtime.start(self._writer.save(save))
+        try:
+            save.copied.result(self._settings.block_timeout)
+        except TimeoutError:
+            running.cancel()
+            log.error("step %d was skipped: save() blocked for %s s", step, self._settings.block_timeout)
+        except BaseException:
+            running.cancel()
+            raise
+        save.blocked_seconds = self._clock.monotonic() - began
+        self._saves = [s for s in self._saves if not all(s.done(t.info.name) for t in self.tiers)] + [save]
+        return save
+
+    def _check_writable(self) -> None:
+        if self.mode == "r":
+            raise ConfigError("this store was opened for reading", todo="Open it with mode='w' to save", run=self.run)
+
+    def _check_step(self, step: int) -> int | None:
+        """The step to rewind to before saving `step`, if any."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"a step is an integer from 0, not {step!r}")
+        if self._last_step is None:
+            self._wait(self._catalog.refresh())
+            self._last_step = max((a.step for a in self._catalog.newest_first()), default=-1)
+        rewind_to, newest = self._rewind_to, self._last_step
+        if rewind_to is None:
+            if step <= newest:
+                raise StepExists(
+                    f"step {step} is not above the newest checkpoint, step {newest}",
+                    todo="restore() first, or rewind() to an older step, or save under another run name",
+                    run=self.run,
+                )
+            return None
+        if step <= rewind_to:
+            raise StepExists(f"step {step} is not above the step that was restored, {rewind_to}", run=self.run)
+        return rewind_to if rewind_to < newest else None
+
+    def rewind(self, step: int) -> None:
+        """Starts a new timeline after `step`: later checkpoints stay loadable by number, but are abandoned.
+
+        Takes effect with the next save. Raises CheckpointNotFound if `step` has no checkpoint.
+        """
+        self._check_writable()
+        self._wait(self._catalog.refresh())
+        self._catalog.at_step(step)
+        self._note_base(step)
+
+    def _note_base(self, step: int) -> None:
+        newest = max((a.step for a in self._catalog.newest_first()), default=step)
+        self._last_step = max(newest, self._last_step if self._last_step is not None else newest)
+        self._rewind_to = step
+
+    # -- restoring -----------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Mapping[Any, Any],
+        step: int | None = None,
+        *,
+        strict: bool | dict[str, bool] = True,
+        rename: Any = None,
+        allow_pickle: bool = False,
+        timeout: float | None = None,
+    ) -> Checkpoint | None:
+        """Restores into `state`, in place: the newest good checkpoint that has every part asked for, or `step`.
+
+        Tensors keep their identity; modules, optimizers and other stateful objects are loaded; plain
+        values of dicts and lists are replaced. strict: raise KeyMismatch, before anything is touched, if
+        keys differ (or per part: {"model": False}). rename: saved name -> name here, by prefix or pattern,
+        or a function. allow_pickle: unpickle values that can be stored in no other way, if you trust them.
+        timeout: seconds for all of it.
+
+        Returns None only if every tier answered and none holds a commit of this run. Raises
+        NoGoodCheckpoint with the reasons per step, TierUnavailable, CheckpointNotFound for a `step` that
+        does not exist.
+        """
+        deadline = None if timeout is None else self._clock.monotonic() + timeout
+        job = current_job()
+
+        def run(work: Coroutine[Any, Any, T]) -> T:
+            left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
+            return self._wait(work, left, "restore")
+
+        self._settle()
+        wish = Wish(state, step, strict, rename, allow_pickle)
+        done = restore(self._mover, self._catalog, wish, job.rank, job.world, run, self._runtime.start)
+        if done is None:
+            return None
+        self._note_base(done.checkpoint.step)
+        if done.bad and self.mode == "w":
+            self._wait(self._mend(done))
+        return done.checkpoint
+
+    async def _mend(self, done: Restored) -> None:
+        try:
+            await self._writer.repair(done.bad, done.record)
+        except StepwellError as error:
+            log.error("could not repair %s: %s", ", ".join(f"{key} on {tier}" for tier, key in done.bad), error)
+
+    def _settle(self) -> None:
+        """Waits for this store's own saves, so that a restore sees them. Their errors are their own."""
+        for save in self._saves:
+            with contextlib.suppress(SaveFailed):
+                save.wait(self.tiers[0].info.name)
+
+    # -- looking -------------------------------------------------------------------------
+
+    def checkpoints(self, *, abandoned: bool = False) -> list[Checkpoint]:
+        """The run's checkpoints, by step; with `abandoned`, those that rewinds left behind, too."""
+
+        async def listed() -> list[Checkpoint]:
+            await self._catalog.refresh()
+            wanted = list(self._catalog.holdings) if abandoned else self._catalog.newest_first()
+            return [await describe(self._catalog, attempt) for attempt in sorted(wanted, key=lambda a: (a.step, a))]
+
+        return self._wait(listed())
+
+    def latest(self, tier: str | None = None) -> Checkpoint | None:
+        """The newest checkpoint, or the newest that `tier` holds; None if there is none."""
+        found = [c for c in self.checkpoints() if tier is None or tier in c.tiers]
+        return found[-1] if found else None
+
+    def debris(self) -> list[Debris]:
+        """What unfinished saves left on the tiers. A writer removes it once its owner is certainly dead."""
+
+        async def found() -> list[Debris]:
+            await self._catalog.refresh()
+            return list(self._catalog.debris)
+
+        return self._wait(found())
+
+    def flush(self, step: int | None = None, to: str | None = None, *, parts: Sequence[str] | None = None) -> None:
+        """Copies a checkpoint (default the newest) down to tier `to` (default the last), and waits.
+
+        parts: only those; the copy there is then partial.
+        """
+        self._check_writable()
+        self._settle()
+        target = self.tiers[-1] if to is None else next((t for t in self.tiers if t.info.name == to), None)
+        if target is None:
+            raise ConfigError(
+                f"there is no tier {to!r}", todo=f"The tiers are {', '.join(t.info.name for t in self.tiers)}"
+            )
+
+        async def down() -> None:
+            await self._catalog.refresh()
+            found = self._catalog.newest_first() if step is None else self._catalog.at_step(step)
+            if not found:
+                raise ConfigError("there is no checkpoint to flush", run=self.run)
+            await self._writer.prepare(current_job())
+            await self._writer.flush(found[0], target, current_job(), parts)
+
+        self._wait(down())
+
+    # -- the end -------------------------------------------------------------------------
+
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for every save under way (at most `timeout` seconds), then gives the run up. Idempotent.
+
+        Raises SaveFailed if the newest save failed, WaitTimeout if it is not on the last tier in time.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failure: StepwellError | None = None
+        for save in self._saves:
+            for tier in self.tiers:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    save.wait(tier.info.name, timeout=left)
+                    failure = None
+                except (SaveFailed, WaitTimeout) as error:
+                    failure = error
+        try:
+            self._wait(
+                self._stop(), None if deadline is None else max(1.0, deadline - time.monotonic()), "closing the store"
+            )
+        finally:
+            self._closed = True
+            _open_stores.discard(self)
+        if failure is not None:
+            raise failure
+
+    async def _stop(self) -> None:
+        await self._writer.close()
+        for tier in self.tiers:
+            await tier.close()
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(StepwellError):  # the error under way matters more
+            self.close(self._settings.exit_timeout)
+
+    def __repr__(self) -> str:
+        tiers = " -> ".join(tier.info.name for tier in self.tiers)
+        return f"<CheckpointStore run {self.run!r}, mode {self.mode!r}, {tiers}{', closed' if self._closed else ''}>"
+
+
+@atexit.register
+def _close_all() -> None:
+    """The newest save of a script that just ends still becomes durable."""
+    for store in list(_open_stores):
+        try:
+            store.close(store._settings.exit_timeout)
+        except StepwellError as error:
+            log.error("leaving with a save unfinished: %s", error)
+
+
+def count_open(run: str) -> int:
+    """How many stores of this run the process has opened before; the same number on every rank."""
+    number = _opened.get(run, 0)
+    _opened[run] = number + 1
+    return number

@@ -1,0 +1,184 @@
+"""Bad bytes, short files, missing files: found; healed where another tier has a copy, else named."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import stepwell
+from stepwell.errors import CorruptData, NoGoodCheckpoint
+from stepwell.tiers.base import Tier
+from stepwell.tiers.file import FileTier
+
+Damage = Callable[[Path], None]
+
+
+def state(value: int = 1) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "model": {"first": torch.full((700_000,), float(value)), "second": torch.arange(900_000) + value},
+        "optimizer": {"m": torch.full((500_000,), float(-value))},
+    }
+
+
+def blank() -> dict[str, dict[str, torch.Tensor]]:
+    return {part: {k: torch.zeros_like(t) for k, t in tensors.items()} for part, tensors in state().items()}
+
+
+def equal(a: dict[str, dict[str, torch.Tensor]], b: dict[str, dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(a[part][key], b[part][key]) for part in a for key in a[part])
+
+
+def flip(offset: float) -> Damage:
+    """Flips one bit at a fraction of the file's length."""
+
+    def damage(path: Path) -> None:
+        with open(path, "r+b") as file:
+            position = int(offset * (path.stat().st_size - 1))
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ 0x10]))
+
+    return damage
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "rank-00000.json", "manifest.json"]
+DAMAGES: dict[str, Damage] = {
+    "first byte": flip(0),
+    "header": flip(0.00005),
+    "middle": flip(0.5),
+    "last byte": flip(1),
+    "truncated": cut,
+    "missing": remove,
+}
+
+
+def only(folder: Path, name: str) -> Path:
+    [path] = folder.glob(f"run/step-*/{name}")
+    return path
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_on_the_only_tier_is_named_and_an_older_step_is_taken(tmp_path: Path, name: str, damage: str) -> None:
+    with stepwell.open(tmp_path / "run") as store:
+        store.save(1, state(1)).wait()
+    older = next((tmp_path / "run").glob("step-*"))
+    with stepwell.open(tmp_path / "run") as store:
+        store.restore(blank())
+        store.save(2, state(2)).wait()
+    newer = next(p for p in (tmp_path / "run").glob("step-*") if p != older)
+    DAMAGES[damage](newer / name)
+    with stepwell.open(tmp_path / "run", mode="r") as store:
+        target = blank()
+        found = store.restore(target)
+        assert found is not None and found.step == 1
+        assert equal(target, state(1))
+        if name == "manifest.json" and damage == "missing":
+            assert found.skipped == {} and len(store.debris()) == 1
+            return
+        assert list(found.skipped) == [2]
+        with pytest.raises((CorruptData, NoGoodCheckpoint)) as caught:
+            store.restore(blank(), 2)
+        text = str(caught.value)
+        assert name.removesuffix(".safetensors") in text or "tensors" in text
+        assert "2" in text
+
+
+def two_tiers(tmp_path: Path) -> list[Tier]:
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    return [
+        FileTier(tmp_path / "near", name="near"),
+        FileTier(tmp_path / "far", name="far", scope="shared", survives="node-loss"),
+    ]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_on_the_near_tier_is_healed_from_the_far_one(
+    tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        store.save(1, state(1)).wait("far")
+    whole = only(tmp_path / "near", name).read_bytes()
+    DAMAGES[damage](only(tmp_path / "near", name))
+    with caplog.at_level(logging.WARNING), stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        target = blank()
+        found = store.restore(target)
+        assert found is not None and found.step == 1 and not found.skipped
+        assert equal(target, state(1))
+        assert found.sources.get("far", 0) > 0 or name.endswith(".json")
+        if name.endswith(".safetensors"):
+            assert any(name in healed for healed in found.healed)
+            assert only(tmp_path / "near", name).read_bytes() == whole
+            assert "written again" in caplog.text
+            again = store.restore(blank())
+            assert again is not None and again.healed == () and set(again.sources) == {"near"}
+
+
+def test_a_reader_heals_what_it_reads_and_repairs_nothing(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        store.save(1, state(1)).wait("far")
+    path = only(tmp_path / "near", "model.safetensors")
+    flip(0.5)(path)
+    bad = path.read_bytes()
+    tiers = [FileTier(tmp_path / name, name=name, read_only=True) for name in ("near", "far")]
+    with stepwell.open(run="run", tiers=tiers, mode="r") as store:
+        target = blank()
+        found = store.restore(target)
+        assert found is not None and equal(target, state(1)) and found.healed
+    assert path.read_bytes() == bad
+
+
+def test_different_blocks_bad_on_both_tiers_still_heal(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        store.save(1, state(1)).wait("far")
+    flip(0.2)(only(tmp_path / "near", "model.safetensors"))
+    flip(0.9)(only(tmp_path / "far", "model.safetensors"))
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path), mode="r") as store:
+        target = blank()
+        assert store.restore(target) is not None
+        assert equal(target, state(1))
+
+
+def test_the_same_block_bad_on_both_tiers_is_an_error_with_file_key_and_step(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        store.save(41, state(1)).wait("far")
+    for name in ("near", "far"):
+        flip(0.99)(only(tmp_path / name, "model.safetensors"))
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path), mode="r") as store:
+        with pytest.raises(CorruptData) as caught:
+            store.restore(blank(), 41)
+        text = str(caught.value)
+        assert "model.safetensors" in text and "step 41" in text and "key " in text
+        assert "first" in text or "second" in text
+        assert any("mix" in note for note in caught.value.__notes__)
+        with pytest.raises(NoGoodCheckpoint) as nothing:
+            store.restore(blank())
+        assert list(nothing.value.reasons) == [41]
+
+
+def test_the_near_tier_can_be_lost_whole(tmp_path: Path) -> None:
+    import shutil
+
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        store.save(1, state(1)).wait("far")
+    shutil.rmtree(tmp_path / "near" / "run")
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        target = blank()
+        found = store.restore(target)
+        assert found is not None and set(found.sources) == {"far"} and equal(target, state(1))

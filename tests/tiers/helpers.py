@@ -1,0 +1,43 @@
+"""What the tests of drivers share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stepwell.tiers.base import Tier
+from stepwell.tiers.file import FileTier
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def started(tier: Tier) -> AsyncIterator[Tier]:
+    await tier.start()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+def on(tier: Tier, scenario: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """Runs a scenario on a started driver and closes it."""
+
+    async def main() -> T:
+        async with started(tier):
+            return await scenario(tier)
+
+    return asyncio.run(main())
+
+
+def disk(path: Path | str, **options: Any) -> FileTier:
+    """A file tier that measures nothing at start."""
+    return FileTier(path, **{"reading": "direct", **options})
+
+
+def tree(path: Path) -> set[str]:
+    """Everything below a folder, by its relative name."""
+    return {str(each.relative_to(path)) for each in path.rglob("*")}

@@ -1,0 +1,187 @@
+"""Blocking calls on folders: make, list, delete, and how much room there is. For a tier's own threads.
+
+They leave OSError as it is; the driver translates it once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+from stepwell.tiers.base import Found
+
+#: names that commit a checkpoint begin so; they are deleted first
+MANIFEST_PREFIX = "manifest"
+
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def sync_folder(path: str) -> None:
+    """Makes the folder's entries durable. File systems that know no such call are taken to do it anyway."""
+    descriptor = os.open(path, _FOLDER)
+    try:
+        _sync_open_folder(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_open_folder(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def make_folders(root: str, path: str) -> None:
+    """Makes `path` under an existing `root`, and durable each name that was made. umask and setgid hold."""
+    missing = []
+    while path != root and not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            continue  # another rank was faster; it syncs the parent, too
+        sync_folder(os.path.dirname(folder))
+
+
+def remove_if_empty(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError:
+        pass  # not empty, or gone: both are fine
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room on a file system, as an unprivileged user sees it."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+def space(path: str) -> Space:
+    stat = os.statvfs(path)
+    return Space(stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One found file with the bytes that it takes on the medium."""
+
+    found: Found
+    physical_bytes: int
+
+
+def list_run(path: str) -> tuple[list[str], list[Listed]] | None:
+    """Folders (names) and files of a run; None if the run is not there."""
+    folders: list[str] = []
+    files: list[Listed] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(entry.name)
+                else:
+                    files += _listed("", entry)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return folders, files
+
+
+def list_folders(run: str, attempts: list[str]) -> list[Listed]:
+    """Every file of these folders. One that vanishes meanwhile has none; an empty one is told with the name ""."""
+    result: list[Listed] = []
+    for attempt in attempts:
+        try:
+            with os.scandir(os.path.join(run, attempt)) as entries:
+                files = [file for entry in entries for file in _listed(attempt, entry)]
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        result += files or [Listed(Found(attempt, "", 0), 0)]
+    return result
+
+
+def _listed(attempt: str, entry: os.DirEntry[str]) -> list[Listed]:
+    try:
+        if entry.is_dir():
+            return []
+        stat = entry.stat()
+    except FileNotFoundError:  # deleted meanwhile, or a link to nothing: no data either way
+        return []
+    return [Listed(Found(attempt, entry.name, stat.st_size), stat.st_blocks * 512)]
+
+
+def check_inside(root: str, path: str) -> None:
+    """Raises OSError(EXDEV) if links lead `path` out of `root`: nothing is deleted there."""
+    real_root, real_path = os.path.realpath(root), os.path.realpath(path)
+    if os.path.commonpath((real_root, real_path)) != real_root:
+        raise OSError(errno.EXDEV, "a symbolic link leads out of the tier's root: nothing is deleted there", path)
+
+
+def drop_folder(path: str) -> None:
+    """Deletes a checkpoint's folder: what commits it first, durably, then the rest. Follows no link.
+
+    Folders inside are none of ours and stay, and so does then the folder itself.
+    """
+    try:
+        folder = os.open(path, _FOLDER | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        names = os.listdir(folder)
+        manifests = [name for name in names if name.startswith(MANIFEST_PREFIX)]
+        for name in manifests:
+            _unlink_at(folder, name)
+        if manifests:
+            _sync_open_folder(folder)
+        for name in names:
+            if not name.startswith(MANIFEST_PREFIX):
+                _unlink_at(folder, name)
+    finally:
+        os.close(folder)
+    remove_if_empty(path)
+
+
+def _unlink_at(folder: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except (FileNotFoundError, IsADirectoryError):
+        pass
+    except OSError as error:
+        # .nfsXXXX is a file that a reader still has open; the server removes it later
+        if not (error.errno == errno.EBUSY and name.startswith(".nfs")):
+            raise
+
+
+def drop_file(path: str) -> None:
+    """Deletes one file, or a link itself. What is not there is no error."""
+    try:
+        os.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+
+
+def drop(root: str, path: str, is_folder: bool) -> None:
+    """Deletes a checkpoint's folder or one file, if it really lies inside of `root`."""
+    check_inside(root, os.path.dirname(path))
+    if is_folder:
+        drop_folder(path)
+    else:
+        drop_file(path)
+
+
+def check_root(root: str, make: bool) -> None:
+    """Raises OSError if the root is not a folder; makes it if asked and its parent exists."""
+    if make and not os.path.isdir(root):
+        try:
+            os.mkdir(root)
+        except FileExistsError:
+            pass  # another rank was faster, or it is no folder: the next line tells
+        else:
+            sync_folder(os.path.dirname(root))
+    os.close(os.open(root, _FOLDER))

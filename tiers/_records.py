@@ -1,0 +1,160 @@
+"""Small JSON files: written beside their place, made durable, then put there whole.
+
+A record that exists is never replaced. Three ways to say "only if it is not there", best first:
+link(2), which every POSIX file system with hard links takes and which is safe over NFS; renameat2 with
+RENAME_NOREPLACE, for those without hard links (FUSE, some object gateways); and last a claim file made with
+O_EXCL, which is safe between writers that use it, and is taken over when its maker died.
+
+All functions are coroutines that run on the tier's own threads. They leave OSError as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import aiofiles
+
+from stepwell.tiers._folders import sync_folder
+
+T = TypeVar("T")
+
+#: a larger "record" is some other file, and reading it whole would only fill memory
+RECORD_BYTES_MAX = 512 << 20
+#: after this long a claim's maker is dead: between its two calls lie milliseconds
+CLAIM_STALE_S = 60.0
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+_NO_NOREPLACE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR}
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+
+async def _run(executor: Executor, call: Callable[..., T], *args: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
+
+
+async def publish(path: str, data: bytes, executor: Executor) -> bool:
+    """Makes the record durable at `path`; False, and nothing changed, if something is there already.
+
+    When the folder cannot be made durable the record is taken back before the error is raised: nobody must
+    see a commit that failed.
+    """
+    temporary = await _write_beside(path, data, executor, durable=True)
+    try:
+        created = await _run(executor, _place_new, temporary, path)
+    finally:
+        await _run(executor, _unlink_quietly, temporary)
+    if created:
+        try:
+            await _run(executor, sync_folder, os.path.dirname(path))
+        except OSError:
+            await _run(executor, _unlink_quietly, path)
+            raise
+    return created
+
+
+async def replace(path: str, data: bytes, executor: Executor) -> None:
+    """Puts a file that need not be durable at `path`, whole, over whatever is there."""
+    temporary = await _write_beside(path, data, executor, durable=False)
+    try:
+        await _run(executor, os.rename, temporary, path)
+    except OSError:
+        await _run(executor, _unlink_quietly, temporary)
+        raise
+
+
+async def fetch(path: str, executor: Executor) -> bytes | None:
+    """The file's bytes; None if it is not there."""
+    try:
+        async with aiofiles.open(path, "rb", executor=executor) as file:
+            data: bytes = await file.read(RECORD_BYTES_MAX + 1)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise
+    if len(data) > RECORD_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"not a record: more than {RECORD_BYTES_MAX} bytes", path)
+    return data
+
+
+async def _write_beside(path: str, data: bytes, executor: Executor, *, durable: bool) -> str:
+    folder, name = os.path.split(path)
+    # a short name of its own: the record's name may use up the file system's limit
+    temporary = os.path.join(folder, f".{name[:64]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        async with aiofiles.open(temporary, "xb", executor=executor) as file:
+            await file.write(data)
+            await file.flush()
+            if durable:
+                await _run(executor, os.fsync, file.fileno())
+    except OSError:
+        await _run(executor, _unlink_quietly, temporary)
+        raise
+    return temporary
+
+
+def _unlink_quietly(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass  # debris with a name of its own; scan reports it
+
+
+def _place_new(temporary: str, path: str) -> bool:
+    try:
+        os.link(temporary, path)
+        return True
+    except FileExistsError:
+        # over NFS the answer to a successful link may get lost, and its repetition finds the file there
+        return os.stat(temporary).st_nlink == 2 and os.path.samefile(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    try:
+        rename_noreplace(temporary, path)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_NOREPLACE:
+            raise
+    return _place_claimed(temporary, path)
+
+
+def rename_noreplace(source: str, target: str) -> None:
+    """renameat2(RENAME_NOREPLACE). Raises OSError: EEXIST if the target is there, ENOSYS where unknown."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source)
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), source, None, target)
+
+
+def _place_claimed(temporary: str, path: str) -> bool:
+    folder, name = os.path.split(path)
+    claim = os.path.join(folder, f".{name[:64]}.claim")
+    try:
+        descriptor = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        # both times are the file system's own, so clocks of nodes do not matter
+        if os.stat(temporary).st_mtime - os.stat(claim).st_mtime < CLAIM_STALE_S:
+            return False
+        os.unlink(claim)
+        return _place_claimed(temporary, path)
+    os.close(descriptor)
+    try:
+        if os.path.lexists(path):
+            return False
+        os.rename(temporary, path)
+        return True
+    finally:
+        _unlink_quietly(claim)

@@ -1,0 +1,107 @@
+"""Shards on their way down: made with room, written by the engine, made durable or discarded.
+
+Everything here raises OSError with the path as its filename; the driver translates it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+from stepwell.tiers import _files, _folders
+from stepwell.tiers._calls import PathCalls
+from stepwell.tiers._files import WriteFile
+from stepwell.tiers._medium import Medium
+from stepwell.tiers.base import Refused, Reservation, ShardKey
+
+#: left free on the medium, so that records, logs and other programs still find room: this, or 1 % if that is less
+KEEP_FREE_BYTES = 64 << 20
+
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+
+
+class Writers:
+    """The files of reserved shards. A file stays here until its record is published or it is discarded."""
+
+    def __init__(self, calls: PathCalls, medium: Medium) -> None:
+        self._calls = calls
+        self._medium = medium
+        self.files: dict[ShardKey, WriteFile] = {}
+        self.space = _folders.Space(0, 0)  # as last seen
+        self.detail: dict[str, str] = {}  # what turned out to be different from what was probed
+
+    async def update_space(self) -> None:
+        self.space = await self._calls.call(_folders.space, self._calls.root)
+
+    @property
+    def free_bytes(self) -> int:
+        """Room that is not promised yet, less what is always left free."""
+        promised = sum(file.unallocated_bytes for file in self.files.values())
+        return max(0, self.space.free_bytes - promised - min(KEEP_FREE_BYTES, self.space.total_bytes // 100))
+
+    async def make(self, shard: ShardKey, path: str, size_bytes: int) -> Refused | None:
+        """Makes the shard's file and takes the room for it."""
+        await self.update_space()
+        free_bytes = self.free_bytes
+        if size_bytes > free_bytes:
+            detail = f"disk full: {path}: {size_bytes} bytes needed, {free_bytes} free"
+            return Refused("full", detail, size_bytes, free_bytes)
+        wanted = self._medium.direct_write
+        fd, direct = await self._calls.call(_files.create, self._calls.root, path, size_bytes, wanted)
+        if wanted and size_bytes and not direct:
+            self.detail["buffered"] = f"direct write refused: {path}"
+        file = self.files[shard] = WriteFile(path, fd, direct, self._calls.close_later, size_bytes)
+        number = -await self._medium.allocate(fd, size_bytes) if size_bytes else 0
+        if number == 0:
+            file.unallocated_bytes = 0
+        elif number in _NO_FALLOCATE:
+            self.detail["fallocate"] = f"not there: {errno.errorcode[number]}"
+        else:
+            await self.discard(shard)
+            raise OSError(number, os.strerror(number), path)
+        return None
+
+    async def make_durable(self, reservations: Sequence[Reservation], paths: Sequence[str]) -> None:
+        """Cuts the files to size, syncs them and their folders, and closes them."""
+        files = []
+        for reservation, path in zip(reservations, paths, strict=True):
+            file = self.files.get(reservation.shard)
+            if file is None or file.size_bytes != reservation.size_bytes:
+                raise OSError(errno.EINVAL, "the shard is not reserved", path)
+            if file.users > 1:
+                raise OSError(errno.EBUSY, "the shard is still being written", path)
+            if file.failure:
+                raise OSError(errno.EIO, file.failure, path)
+            if file.fd >= 0:  # else an earlier commit got as far as the record
+                files.append(file)
+        await self._calls.call(_files.finish, [(file.fd, file.size_bytes) for file in files])
+        synced = await self._medium.sync([file.fd for file in files])
+        closed = await self._calls.call(_files.close_all, [file.take() for file in files])
+        lost: list[OSError] = []
+        for file, sync_result, close_number in zip(files, synced, closed, strict=True):
+            number = -sync_result if sync_result < 0 else close_number
+            if number:  # the kernel tells of lost pages only once: a second sync would pass
+                file.failure = f"data did not become durable: {errno.errorcode.get(number, number)}"
+                lost.append(OSError(number, "data did not become durable", file.path))
+        if lost:
+            raise lost[0]
+        for folder in {os.path.dirname(file.path) for file in files}:
+            await self._calls.call(_folders.sync_folder, folder)
+
+    async def discard(self, shard: ShardKey) -> None:
+        """Removes the file. Its descriptor is closed by the last write under way, if there is one."""
+        file = self.files.pop(shard, None)
+        if file is None:
+            return
+        if file.users == 1 and file.fd >= 0:
+            await self._calls.call(_files.discard, file.path, [file.take()])
+        else:
+            file.let_go()
+            await self._calls.call(_files.discard, file.path, [])
+
+    def close(self) -> None:
+        """What is still reserved stays as debris, as after a crash."""
+        for file in self.files.values():
+            file.let_go()
+        self.files.clear()

@@ -1,0 +1,410 @@
+"""The file driver: a folder on a local disk or a shared file system.
+
+Layout: <path>/<run>/<attempt>/<shard>. Bulk data goes through the native engine, with direct I/O where the
+path takes it; records are small files put there whole (`_records`). Every call on a path runs on the tier's
+own daemon threads, and what was begun there is finished there: a cancelled caller leaves neither an open
+descriptor nor half a record, and does not wait for a hung medium.
+The exception is `write` and `read`: they return, even when cancelled, only once the engine has let go of the
+caller's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stepwell.errors import CheckpointGone, TierError, TierUnavailable
+from stepwell.native import Job, Op
+from stepwell.tiers import _folders, _leases, _records
+from stepwell.tiers._books import Books, is_full, refusal
+from stepwell.tiers._calls import Locks, PathCalls
+from stepwell.tiers._files import OpenFile
+from stepwell.tiers._medium import EngineName, Medium, Reading
+from stepwell.tiers._paths import Layout, absolute_root
+from stepwell.tiers._probe import ALIGNMENT_BYTES
+from stepwell.tiers._writers import Writers
+from stepwell.tiers.base import (
+    CheckpointKey,
+    ChunkIO,
+    Found,
+    Lease,
+    RecordKey,
+    Refused,
+    Reservation,
+    Result,
+    Scope,
+    ShardKey,
+    Survives,
+    Tier,
+    TierInfo,
+    Usage,
+    tier_error,
+)
+
+#: step folders listed in one call
+SCAN_BATCH = 16
+#: what close() waits for calls under way before it leaves them to their daemon threads
+CLOSE_S = 2.0
+
+
+class FileTier(Tier):
+    """Keeps shards and records as files under `path`.
+
+    path: '~' and relative paths are resolved once, here. A node tier's folder is made if its parent exists;
+    a shared tier's never is, since a missing one means that the file system is not mounted.
+    capacity_bytes: bound on the shards this tier knows (its own and those that `scan` saw); None: the disk's.
+    read_only: nothing is ever made, written, locked or probed by writing.
+    engine: "auto" takes io_uring where it works. direct: False never uses direct I/O; None uses it where it works.
+    reading: "auto" measures whether direct or buffered reading is faster, once per machine and disk.
+    request_bytes, depth: of the engines' requests; None: what is good for this way of access.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str = "disk",
+        scope: Scope = "node",
+        survives: Survives = "reboot",
+        capacity_bytes: int | None = None,
+        read_only: bool = False,
+        engine: EngineName = "auto",
+        direct: bool | None = None,
+        reading: Reading = "auto",
+        request_bytes: int | None = None,
+        depth: int | None = None,
+    ) -> None:
+        self.layout = Layout(absolute_root(path))
+        self._calls = PathCalls(name, self.layout.root)
+        self._medium = Medium(name, engine, direct, reading, request_bytes, depth)
+        self._books = Books(capacity_bytes)
+        self._writers = Writers(self._calls, self._medium)
+        self._readers = _leases.Readers(self.layout, self._calls, lambda shard: self._books.lingering.pop(shard, None))
+        self._locks = Locks()
+        self._state = "not started"
+        self.info = TierInfo(
+            name=name,
+            driver="file",
+            scope=scope,
+            survives=survives,
+            capacity_bytes=capacity_bytes,
+            alignment_bytes=ALIGNMENT_BYTES,
+            request_bytes=self._medium.request_bytes,
+            depth=self._medium.depth,
+            linked=True,
+            read_only=read_only,
+            detail={"path": self.layout.root},
+        )
+
+    def __repr__(self) -> str:
+        counts = f"{len(self._writers.files)} shards reserved, {self._readers!r}"
+        return f"<FileTier {self.info.name} at {self.layout.root}: {self._state}, {counts}>"
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self._calls.finish(self._start())
+
+    async def _start(self) -> None:
+        root = self.layout.root
+        make = self.info.scope == "node" and not self.info.read_only
+        try:
+            await self._calls.call(_folders.check_root, root, make)
+            access, detail = await self._medium.probe(self._calls, self.info.read_only)
+            await self._writers.update_space()
+        except OSError as error:
+            if isinstance(error, TierError):
+                raise
+            todo = "Make its parent folder" if make else "Mount it: it is never made"
+            away = TierUnavailable(
+                f"Tier {self.info.name} is not there: {error.strerror}", todo=f"{todo}, or correct the path", path=root
+            )
+            away.errno = error.errno
+            raise away from error
+        self._writers.detail = {"path": root, **detail}
+        read_only = self.info.read_only or not access.writable
+        self.info = replace(self.info, read_only=read_only, detail=self._writers.detail)
+        self._readers.direct = self._medium.direct_read
+        self._state = "open"
+
+    async def close(self) -> None:
+        """Waits a moment for calls under way; what hangs is left to its daemon threads."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        await self._calls.wait_idle(CLOSE_S)
+        await self._medium.close(CLOSE_S)
+        self._writers.close()
+        self._readers.close()
+        await self._calls.close(CLOSE_S)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise TierUnavailable(f"Tier {self.info.name} is {self._state}", path=self.layout.root)
+
+    def _check_ours(self, run: str, path: str) -> None:
+        self._check_open()
+        if not run:
+            raise self._error(errno.EPERM, "a folder outside of any run is not stepwell's to change", path=path)
+        if self.info.read_only:
+            raise self._error(errno.EROFS, "it is read-only", path=path)
+
+    def _error(self, number: int, what: str, **where: Any) -> TierError:
+        return tier_error(number, f"Tier {self.info.name}: {what}", **where)
+
+    def _translate(self, error: OSError, what: str, path: str) -> TierError:
+        """The one edge where the operating system's errors become stepwell's."""
+        if isinstance(error, TierError):
+            return error
+        number = error.errno or errno.EIO
+        if error.strerror and error.strerror != os.strerror(number):
+            what = f"{what}: {error.strerror}"
+        return self._error(number, what, path=error.filename or path)
+
+    # -- going down ----------------------------------------------------------------------------------
+
+    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
+        path = self.layout.shard(shard)
+        if size_bytes < 0:
+            raise ValueError(f"size_bytes must not be negative: {size_bytes}")
+        if self.info.read_only:
+            return Refused("read-only", f"{path}: {self.info.detail.get('access', 'as asked')}", size_bytes)
+        self._check_ours(shard.checkpoint.run, path)
+        return await self._calls.finish(self._reserve(shard, path, size_bytes), self._undo_reserve)
+
+    async def _undo_reserve(self, answer: Reservation | Refused) -> None:
+        if isinstance(answer, Reservation):
+            await self._abort(answer.shard, answer)
+
+    async def _reserve(self, shard: ShardKey, path: str, size_bytes: int) -> Reservation | Refused:
+        async with self._locks.hold(shard):
+            await self._discard(shard)
+            return await self._take_room(shard, path, size_bytes)
+
+    async def _take_room(self, shard: ShardKey, path: str, size_bytes: int) -> Reservation | Refused:
+        refused = self._books.over_capacity(shard, size_bytes, self.info.name)
+        if refused:
+            return refused
+        self._books.reserve(shard, size_bytes)  # before the first await: others must see it
+        try:
+            refused = await self._writers.make(shard, path, size_bytes)
+        except OSError as error:
+            if not isinstance(error, TierError):
+                refused = refusal(error.errno or errno.EIO, path, size_bytes, self._writers.space.free_bytes)
+            if not refused:
+                self._books.forget(shard)
+                raise self._translate(error, "cannot make the file of a shard", path) from error
+        if refused:
+            self._books.forget(shard)
+            return refused
+        reservation = self._writers.files[shard].reservation = Reservation(shard, size_bytes)
+        return reservation
+
+    async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
+        self._check_open()
+        work: list[tuple[ChunkIO, OpenFile | TierError]] = []
+        for chunk in chunks:
+            file = self._writers.files.get(chunk.shard)
+            path = self.layout.shard(chunk.shard)
+            if file is None or file.fd < 0:
+                work.append(
+                    (chunk, self._chunk_error(errno.EINVAL, "cannot write: the shard is not reserved", chunk, path))
+                )
+            elif chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > file.size_bytes:
+                what = f"cannot write past the {file.size_bytes} bytes reserved"
+                work.append((chunk, self._chunk_error(errno.EINVAL, what, chunk, path)))
+            else:
+                file.hold()
+                file.unallocated_bytes = max(0, file.unallocated_bytes - chunk.length)
+                work.append((chunk, file))
+        return await self._transfer(Op.WRITE, work)
+
+    async def _transfer(self, op: Op, work: list[tuple[ChunkIO, OpenFile | TierError]]) -> list[Result]:
+        """One batch for the engine. Lets go of the files, whatever happens."""
+        jobs: list[tuple[Job, OpenFile]] = []
+        for chunk, file in work:
+            if isinstance(file, OpenFile):
+                job = Job(op, file.fd, chunk.address, chunk.offset, chunk.length, file.direct)
+                job.after, job.signal = chunk.after, chunk.signal
+                jobs.append((job, file))
+            elif chunk.signal is not None:
+                chunk.signal.fire(False)  # else whoever waits for it waits for ever
+        try:
+            moved = iter(await self._medium.transfer(self._calls, jobs))
+        finally:
+            for _, held in jobs:
+                held.let_go()
+        return [
+            Result(file if isinstance(file, TierError) else self._judge(op, chunk, file.path, next(moved)))
+            for chunk, file in work
+        ]
+
+    def _judge(self, op: Op, chunk: ChunkIO, path: str, moved: int) -> TierError | None:
+        if moved < 0:
+            return self._chunk_error(-moved, f"cannot {op.name.lower()}", chunk, path)
+        if moved < chunk.length:
+            what = f"the file is truncated: {moved} of {chunk.length} bytes are there"
+            return self._chunk_error(errno.ENODATA, what, chunk, path)
+        return None
+
+    def _chunk_error(self, number: int, what: str, chunk: ChunkIO, path: str) -> TierError:
+        free = self._writers.space.free_bytes if is_full(number) else None
+        return self._error(number, what, path=path, offset=chunk.offset, length=chunk.length, free_bytes=free)
+
+    async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
+        path = self.layout.record(record)
+        self._check_ours(record.run, path)
+        return await self._calls.finish(self._commit(path, data, shards))
+
+    async def _commit(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
+        try:
+            if await self._calls.call(os.path.lexists, path):
+                return False
+            await self._writers.make_durable(shards, [self.layout.shard(each.shard) for each in shards])
+            await self._calls.call(_folders.make_folders, self.layout.root, os.path.dirname(path))
+            created = await _records.publish(path, data, self._calls.executor)
+        except OSError as error:
+            raise self._translate(error, "cannot commit", path) from error
+        if created:
+            for each in shards:
+                del self._writers.files[each.shard]
+                self._books.commit(each.shard, -(-each.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        return created
+
+    async def abort(self, reservation: Reservation) -> None:
+        await self._calls.finish(self._abort(reservation.shard))
+
+    async def _abort(self, shard: ShardKey, only: Reservation | None = None) -> None:
+        """`only`: unless another reservation has taken its place meanwhile."""
+        async with self._locks.hold(shard):
+            file = self._writers.files.get(shard)
+            if file is not None and (only is None or file.reservation is only):
+                await self._discard(shard)
+
+    async def _discard(self, shard: ShardKey) -> None:
+        if shard not in self._writers.files:
+            return
+        try:
+            await self._writers.discard(shard)
+        except OSError as error:
+            raise self._translate(error, "cannot remove an aborted shard", self.layout.shard(shard)) from error
+        finally:
+            self._books.forget(shard)
+
+    async def beat(self, record: RecordKey, data: bytes) -> None:
+        path = self.layout.record(record)
+        self._check_ours(record.run, path)
+        await self._calls.finish(self._beat(path, data))
+
+    async def _beat(self, path: str, data: bytes) -> None:
+        try:
+            await self._calls.call(_folders.make_folders, self.layout.root, os.path.dirname(path))
+            await _records.replace(path, data, self._calls.executor)
+        except OSError as error:
+            raise self._translate(error, "cannot write a heartbeat", path) from error
+
+    async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
+        for key in what:
+            run = key.checkpoint.run if isinstance(key, ShardKey) else key.run
+            self._check_ours(run, str(key))
+        for key in what:
+            await self._calls.finish(self._drop(key))
+
+    async def _drop(self, key: CheckpointKey | ShardKey | RecordKey) -> None:
+        gone: list[ShardKey] = []
+        if isinstance(key, CheckpointKey):
+            path, gone = self.layout.folder(key), self._books.of(key)
+        elif isinstance(key, ShardKey):
+            path, gone = self.layout.shard(key), [key]
+        else:
+            path = self.layout.record(key)
+        try:
+            await self._calls.call(_folders.drop, self.layout.root, path, isinstance(key, CheckpointKey))
+        except OSError as error:
+            raise self._translate(error, "cannot delete", path) from error
+        for shard in gone:
+            await self._abort(shard)
+            self._books.forget(shard, leased=shard in self._readers)
+
+    # -- coming up -----------------------------------------------------------------------------------
+
+    async def read(self, chunks: Sequence[ChunkIO]) -> list[Result]:
+        self._check_open()
+        files = await self._calls.finish(self._readers.open([chunk.shard for chunk in chunks]), _let_go)
+        work: list[tuple[ChunkIO, OpenFile | TierError]] = []
+        for chunk in chunks:
+            file = files[chunk.shard]
+            if isinstance(file, OpenFile):
+                file.hold()
+                work.append((chunk, file))
+            else:
+                work.append((chunk, self._translate(file, "cannot read", self.layout.shard(chunk.shard))))
+        await _let_go(files)
+        return await self._transfer(Op.READ, work)
+
+    async def lease(self, shards: Sequence[ShardKey]) -> Lease:
+        self._check_open()
+        return await self._calls.finish(self._lease(shards), _close_lease)
+
+    async def _lease(self, shards: Sequence[ShardKey]) -> _leases.FileLease:
+        try:
+            return await self._readers.lease(shards)
+        except FileNotFoundError as error:
+            path, folder = error.filename, os.path.dirname(error.filename)
+            in_run = any(shard.checkpoint.run and self.layout.shard(shard) == path for shard in shards)
+            missing = await self._calls.call(_leases.what_is_missing, self.layout.root, folder, in_run)
+            if missing == "root":
+                raise TierUnavailable(f"Tier {self.info.name} is not there any more", path=self.layout.root) from error
+            if missing == "checkpoint":
+                raise CheckpointGone(f"Tier {self.info.name}: the checkpoint is gone", path=path) from error
+            raise self._error(errno.ENOENT, "a shard of a committed checkpoint is missing", path=path) from error
+        except OSError as error:
+            raise self._translate(error, "cannot open a shard", self.layout.root) from error
+
+    async def fetch(self, record: RecordKey) -> bytes | None:
+        path = self.layout.record(record)
+        self._check_open()
+        try:
+            data = await self._calls.finish(_records.fetch(path, self._calls.executor))
+            if data is None:
+                await self._calls.call(_folders.check_root, self.layout.root, False)
+        except OSError as error:
+            raise self._translate(error, "cannot read a record", path) from error
+        return data
+
+    async def scan(self, run: str) -> AsyncIterator[Found]:
+        path = self.layout.run(run)
+        self._check_open()
+        known = {shard for shard in self._books.committed if shard.checkpoint.run == run}
+        try:
+            listed = await self._calls.call(_folders.list_run, path)
+            if listed is None:
+                await self._calls.call(_folders.check_root, self.layout.root, False)
+                return
+            attempts, files = listed
+            for file in files:
+                yield file.found
+            for begin in range(0, len(attempts), SCAN_BATCH):
+                for file in await self._calls.call(_folders.list_folders, path, attempts[begin : begin + SCAN_BATCH]):
+                    known.discard(self._books.see(run, file.found, file.physical_bytes))
+                    yield file.found
+        except OSError as error:
+            raise self._translate(error, "cannot list a run", path) from error
+        for shard in known:  # deleted by another process
+            self._books.forget(shard, leased=shard in self._readers)
+
+    def usage(self) -> Usage:
+        return self._books.usage(self._writers.free_bytes if self._state == "open" else None)
+
+
+async def _let_go(files: Mapping[ShardKey, OpenFile | OSError]) -> None:
+    for file in files.values():
+        if isinstance(file, OpenFile):
+            file.let_go()
+
+
+async def _close_lease(lease: _leases.FileLease) -> None:
+    await lease.close()
