@@ -41,7 +41,7 @@ class Setting:
         return asdict(self)
 
 
-#: what pilots try; buffered io_uring is not among them: it hands each request to a kernel thread, and was 4 times slower
+#: what pilots try; buffered io_uring is not among them: it hands each request to a kernel thread and was slower
 WRITE_SETTINGS = (
     Setting("io_uring", True, "4m", 16),
     Setting("io_uring", True, "4m", 16, fixed=True),

@@ -116,6 +116,10 @@ class Engine:
             raise RuntimeError(f"engine {self.name} is closed")
         return self._handle
 
+    @property
+    def closed(self) -> bool:
+        return self._handle is None
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hands all the jobs to the engine in one call, or none of them.
 

@@ -67,7 +67,13 @@ class AsyncEngine:
                 del self._futures[id(job)]
 
     def _wake(self) -> None:
-        self._settle(self.engine.reap())
+        try:
+            dones = self.engine.reap()
+        except RuntimeError:
+            if self.engine.closed:  # since the loop saw the descriptor, by another thread: see `_late`
+                return
+            raise
+        self._settle(dones)
 
     def _settle(self, dones: Sequence[Done]) -> None:
         for done in dones:

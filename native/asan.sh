@@ -20,14 +20,14 @@ check() {
     cp native/*.py "$dir/lib/stepwell/native/"
     echo "== $kind sanitizer"
     preload=$("$CC" -print-file-name="$library")
-    # CPython frees little at exit, so leaks are not looked for. Threads: the sanitizer's memory layout
-    # does not fit the kernel's full address randomisation.
+    # -P: not the real package in the current folder. CPython frees little at exit, so leaks are not
+    # looked for. The thread sanitizer's memory layout does not fit full address randomisation.
     env PYTHONPATH="$dir/lib" LD_PRELOAD="$preload" \
         ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
         UBSAN_OPTIONS=print_stacktrace=1 \
         TSAN_OPTIONS="exitcode=66" \
         PYTHONMALLOC=malloc \
-        setarch "$(uname -m)" -R "$python" -m pytest tests/native -q -x -s -p no:cacheprovider -m "not slow" -k "$tests" \
+        setarch "$(uname -m)" -R "$python" -P -m pytest tests/native -q -x -s -p no:cacheprovider -m "not slow" -k "$tests" \
         -o timeout=0 -o faulthandler_timeout=0
     rm -rf "$dir"
     trap - EXIT INT TERM

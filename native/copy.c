@@ -4,7 +4,7 @@
 
 #include "stepwell.h"
 
-#ifdef __x86_64__
+#ifdef SW_X86
 #include <emmintrin.h>
 
 #define STREAM_BYTES_MIN 4096u /* below, memcpy into the cache is faster */

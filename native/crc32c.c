@@ -66,28 +66,22 @@ static uint32_t portable_copy(uint32_t state, uint8_t *to, const uint8_t *from, 
 
 static const sw_crc_kind portable = {"portable", portable_update, portable_copy};
 
+#ifdef SW_X86
 static bool can_sse42(void)
 {
-#ifdef __x86_64__
     return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
-#else
-    return false;
-#endif
 }
 
 static bool can_avx512(void)
 {
-#ifdef __x86_64__
     return can_sse42() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("vpclmulqdq");
-#else
-    return false;
-#endif
 }
+#endif
 
 static const sw_crc_kind *find(const char *name)
 {
-#ifdef __x86_64__
+#ifdef SW_X86
     if (can_avx512() && (!name || !strcmp(name, "avx512")))
         return &sw_crc_avx512;
     if (can_sse42() && (!name || !strcmp(name, "sse4.2")))
@@ -107,7 +101,7 @@ __attribute__((constructor)) static void init(void)
     for (int row = 1; row < 8; row++)
         for (uint32_t byte = 0; byte < 256; byte++)
             table[row][byte] = table[0][table[row - 1][byte] & 255] ^ table[row - 1][byte] >> 8;
-#ifdef __x86_64__
+#ifdef SW_X86
     __builtin_cpu_init();
     sw_crc_x86_init();
 #endif

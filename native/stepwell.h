@@ -26,6 +26,10 @@
 #define SW_RETRIES_MAX 1000u                 /* EAGAIN or EINTR without a byte moved; then it is an error */
 #define SW_BITMAP_BLOCKS 64u                 /* bad_blocks is one bit a block */
 
+#if defined(__x86_64__) && !defined(SW_PORTABLE) /* SW_PORTABLE: as other processors are built */
+#define SW_X86 1
+#endif
+
 #define SW_DIRECT 1
 
 enum sw_op { SW_READ, SW_WRITE, SW_SYNC, SW_FALLOCATE, SW_GATHER, SW_SCATTER, SW_OP_COUNT };

@@ -128,7 +128,9 @@ class Writership:
         self._beating = asyncio.ensure_future(self._beat())
 
     async def publish_seen(self, attempts: list[str]) -> None:
-        """Fixes what counts of the older epochs."""
+        """Fixes what counts of the older epochs. The first epoch has none."""
+        if self.epoch == 1:
+            return
         await self.tier.commit(self._key(self.epoch, "seen.json"), encode(Seen(attempts=sorted(attempts))))
 
     async def still_ours(self) -> bool:

@@ -86,7 +86,7 @@ def _load_from(
     catalog = Catalog(run, [tier])
     attempt = runtime.run(_choose(catalog, tier, place))
     world = runtime.run(catalog.manifest(attempt)).world
-    opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, world))
+    opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, world, None if part is None else [part]))
     try:
         if isinstance(keys, Mapping):
             return runtime.run(_load_slices(mover, opened, _labelled(opened, part), keys, torch.device(device), dtype))

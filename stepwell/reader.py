@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,8 +61,10 @@ class OpenCheckpoint(OpenShards):
         await asyncio.gather(*(lease.close() for lease in self.leases))
 
 
-async def open_checkpoint(mover: Mover, catalog: Catalog, attempt: Attempt, rank: int, world: int) -> OpenCheckpoint:
-    """Reads and checks the rank's record and its shards' headers.
+async def open_checkpoint(
+    mover: Mover, catalog: Catalog, attempt: Attempt, rank: int, world: int, parts: Collection[str] | None = None
+) -> OpenCheckpoint:
+    """Reads and checks the rank's record, and the headers of the shards that `parts` (default all) lie in.
 
     Raises StepwellError if no tier has them good: CorruptData names file, key and step.
     """
@@ -79,11 +81,16 @@ async def open_checkpoint(mover: Mover, catalog: Catalog, attempt: Attempt, rank
     record = await _record(catalog, attempt, rank, holdings, healing)
     opened = OpenCheckpoint(step=attempt.step, attempt=attempt, record=record, shards=[], healing=healing)
     try:
-        opened.shards = list(
-            await asyncio.gather(
-                *(_open_shard(mover, catalog, attempt, shard, holdings, opened) for shard in record.shards)
-            )
-        )
+        wanted = {file for part, files in record.parts.items() if parts is None or part in parts for file in files}
+        opening = [
+            _open_shard(mover, catalog, attempt, shard, holdings, opened)
+            for shard in record.shards
+            if shard.file in wanted
+        ]
+        for answer in await asyncio.gather(*opening, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            opened.shards.append(answer)
     except BaseException:
         await opened.close(mover)
         raise

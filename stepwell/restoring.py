@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from stepwell.format.records import RankRecord
 from stepwell.mover import Mover
 from stepwell.reader import fill, open_checkpoint
 from stepwell.state import assign
+from stepwell.state.skeleton import part_names
 from stepwell.tiers.base import ShardKey
 from stepwell.timeline import abandoned
 
@@ -89,16 +90,17 @@ def restore(
         if catalog.debris:
             log.warning("%d unfinished saves were found, and no committed checkpoint", len(catalog.debris))
         return None
+    parts = part_names(wish.state)
     skipped: dict[int, str] = {}
     touched = False
     for attempt in candidates:
         last = attempt == candidates[-1]
-        absent = run(_absent_parts(catalog, attempt, wish.state))
+        absent = run(_absent_parts(catalog, attempt, parts))
         if absent and not last and wish.step is None:
             skipped[attempt.step] = f"it has no part {', '.join(map(repr, absent))}"
             continue
         try:
-            opened = run(open_checkpoint(mover, catalog, attempt, rank, world))
+            opened = run(open_checkpoint(mover, catalog, attempt, rank, world, parts))
             try:
                 placement = assign(
                     opened.skeleton, wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
@@ -131,12 +133,12 @@ def restore(
     raise nothing
 
 
-async def _absent_parts(catalog: Catalog, attempt: Attempt, state: Mapping[Any, Any]) -> list[str]:
-    """Parts of the state that the checkpoint has on no tier."""
+async def _absent_parts(catalog: Catalog, attempt: Attempt, parts: Sequence[str]) -> list[str]:
+    """Those of `parts` that the checkpoint has on no tier."""
     have: set[str] = set()
     for holding in catalog.holdings[attempt]:
         try:
             have |= set((await catalog.manifest(attempt, holding.tier)).parts)
         except StepwellError:
             continue
-    return [str(part) for part in state if str(part) not in have]
+    return [part for part in parts if part not in have]

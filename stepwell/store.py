@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -31,6 +32,7 @@ T = TypeVar("T")
 log = logging.getLogger("stepwell")
 
 _open_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
+_closing: set[concurrent.futures.Future[None]] = set()  # of stores that were dropped
 _opened: dict[str, int] = {}  # run -> stores of it that this process has opened
 
 
@@ -301,18 +303,15 @@ class CheckpointStore:
                     failure = error
         try:
             self._wait(
-                self._stop(), None if deadline is None else max(1.0, deadline - time.monotonic()), "closing the store"
+                _stop(self._writer, self.tiers),
+                None if deadline is None else max(1.0, deadline - time.monotonic()),
+                "closing the store",
             )
         finally:
             self._closed = True
             _open_stores.discard(self)
         if failure is not None:
             raise failure
-
-    async def _stop(self) -> None:
-        await self._writer.close()
-        for tier in self.tiers:
-            await tier.close()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -330,14 +329,29 @@ class CheckpointStore:
         tiers = " -> ".join(tier.info.name for tier in self.tiers)
         return f"<CheckpointStore run {self.run!r}, mode {self.mode!r}, {tiers}{', closed' if self._closed else ''}>"
 
+    def __del__(self) -> None:
+        """A store that is dropped without being closed finishes its saves and frees its threads and files."""
+        if not getattr(self, "_closed", True) and self._pid == os.getpid():
+            with contextlib.suppress(StepwellError, RuntimeError):
+                closing = self._runtime.start(_stop(self._writer, self.tiers))
+                _closing.add(closing)
+                closing.add_done_callback(_closing.discard)
+
+
+async def _stop(writer: RunWriter, tiers: Sequence[Tier]) -> None:
+    await writer.close()
+    for tier in tiers:
+        await tier.close()
+
 
 @atexit.register
 def _close_all() -> None:
     """The newest save of a script that just ends still becomes durable."""
+    concurrent.futures.wait(list(_closing), timeout=Settings().exit_timeout)
     for store in list(_open_stores):
         try:
             store.close(store._settings.exit_timeout)
-        except StepwellError as error:
+        except Exception as error:  # every other store still gets its turn
             log.error("leaving with a save unfinished: %s", error)
 
 

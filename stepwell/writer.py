@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
 
 from stepwell import native
 from stepwell.catalog import Catalog
@@ -58,7 +59,8 @@ class RunWriter:
         self.cleaned_bytes = 0
         self._ready: asyncio.Task[None] | None = None
         self._turns = Turns()
-        self._background: set[asyncio.Future[object]] = set()
+        self._saving: set[asyncio.Future[Any]] = set()
+        self._background: set[asyncio.Future[Any]] = set()
         self._flushing = asyncio.Lock()
         self._run_id = ""
         self._parent: str | None = None
@@ -73,6 +75,10 @@ class RunWriter:
         """Carries a save out on every tier. Never raises: what goes wrong is the save's own."""
         order = save.take_order()
         before, mine = self._turns.take()
+        task = asyncio.current_task()
+        assert task is not None
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
         try:
             await self._save_first(save, order, before)
         except asyncio.CancelledError:
@@ -291,7 +297,7 @@ class RunWriter:
         task = asyncio.ensure_future(work)
         self._background.add(task)
 
-        def ended(done: asyncio.Future[object]) -> None:
+        def ended(done: asyncio.Future[Any]) -> None:
             self._background.discard(done)
             if not done.cancelled() and (error := done.exception()) is not None:
                 log.error("background work failed: %s", error)
@@ -299,9 +305,9 @@ class RunWriter:
         task.add_done_callback(ended)
 
     async def close(self) -> None:
-        """Waits for the background's work, then gives the run up."""
-        while self._background:
-            await asyncio.wait(self._background)
+        """Waits for the saves under way and the background's work, then gives the run up."""
+        while busy := [*self._saving, *self._background]:  # each may start more
+            await asyncio.wait(busy)
         if (
             self._ready is not None
             and self._ready.done()

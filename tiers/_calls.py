@@ -5,18 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from stepwell.errors import TierUnavailable
 from stepwell.tiers._daemon import DaemonExecutor
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Work: TypeAlias = Coroutine[Any, Any, T]
 
 #: threads for path calls: one may hang in a slow call while the others go on
 PATH_THREADS = 4
+
+
+class _PathExecutor(DaemonExecutor):
+    """Refuses in the words of the tier: aiofiles submits here, too."""
+
+    def __init__(self, name: str, root: str) -> None:
+        super().__init__(name, PATH_THREADS)
+        self._root = root
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            raise TierUnavailable(f"Tier {self.name} does not answer: {error}", path=self._root) from error
 
 
 class PathCalls:
@@ -29,18 +45,14 @@ class PathCalls:
     def __init__(self, name: str, root: str) -> None:
         self.name = name
         self.root = root
-        self.executor = DaemonExecutor(name, PATH_THREADS)
+        self.executor = _PathExecutor(name, root)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closes: set[Future[None]] = set()
         self._closed = False
 
     async def call(self, call: Callable[..., T], *args: object) -> T:
         """One blocking call; OSError comes through as it is."""
-        try:
-            future = self.executor.submit(call, *args)
-        except RuntimeError as error:  # too many calls wait, or the tier was closed
-            raise TierUnavailable(f"Tier {self.name} does not answer: {error}", path=self.root) from error
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self.executor.submit(call, *args))
 
     async def finish(self, work: Work[T], undo: Callable[[T], Work[None]] | None = None) -> T:
         """Runs `work` to its end; if the caller was cancelled meanwhile, `undo` takes back what came of it."""
@@ -67,7 +79,11 @@ class PathCalls:
 
     def close_later(self, fd: int) -> None:
         """Closes a descriptor on the tier's threads; only `close` waits for it."""
-        future = self.executor.submit(os.close, fd)
+        try:
+            future = self.executor.submit_always(os.close, fd)
+        except RuntimeError:  # a call that hung has returned after the tier was closed
+            threading.Thread(target=os.close, args=(fd,), daemon=True).start()
+            return
         self._closes.add(future)
         future.add_done_callback(self._closes.discard)
 

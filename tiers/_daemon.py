@@ -49,6 +49,8 @@ class DaemonExecutor(Executor):
     child starts with fresh threads and an empty queue: calls that the parent had queued stay the parent's.
     """
 
+    _pid = -1  # until it is made
+
     def __init__(self, name: str, threads: int = 4, *, waiting_max: int = WAITING_MAX) -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
@@ -71,6 +73,13 @@ class DaemonExecutor(Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Runs `fn` on one of the threads."""
+        return self._enqueue(partial(fn, *args, **kwargs), self.waiting_max)
+
+    def submit_always(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As submit, however many calls are waiting: for what gives resources back."""
+        return self._enqueue(partial(fn, *args, **kwargs), None)
+
+    def _enqueue(self, call: Callable[[], T], waiting_max: int | None) -> Future[T]:
         if self._pid != os.getpid():  # the parent's threads did not come along, and its lock may be held for ever
             self._make_fresh()
         future: Future[T] = Future()
@@ -78,9 +87,9 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._shutdown:
                 raise RuntimeError(f"executor {self.name!r} was shut down")
-            if self._queue.qsize() >= self.waiting_max:
-                raise RuntimeError(f"executor {self.name!r}: {self.waiting_max} calls are waiting for an answer")
-            self._queue.put(_Work(partial(fn, *args, **kwargs), future))
+            if waiting_max is not None and self._queue.qsize() >= waiting_max:
+                raise RuntimeError(f"executor {self.name!r}: {waiting_max} calls are waiting for an answer")
+            self._queue.put(_Work(call, future))
             if not self._idle.acquire(blocking=False) and len(self._threads) < self.threads_max:
                 self._start_thread()
         return future

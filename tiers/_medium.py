@@ -32,8 +32,8 @@ class Shape:
     threads: int
 
 
-WRITE = Shape(1 << 20, 16, 4)
-READ_DIRECT = Shape(256 << 10, 8, 4)
+WRITE = Shape(4 << 20, 8, 4)
+READ_DIRECT = Shape(4 << 20, 4, 4)
 READ_BUFFERED = Shape(1 << 20, 4, 4)
 
 #: the measurement of reading needs a little room, and the cache file one answer within this time
@@ -178,15 +178,22 @@ class Medium:
         if not jobs:
             return []
         engine = self.reader if jobs[0].op is Op.READ else self.writer
-        dones = await settle(engine.start(jobs))
+        try:
+            futures = engine.start(jobs)
+        except (RuntimeError, OSError) as error:  # closed under us, or holding a million jobs
+            for job in jobs:
+                if job.signal is not None:
+                    job.signal.fire(False)
+            return [-(getattr(error, "errno", None) or errno.ECANCELED)] * len(jobs)
+        dones = await settle(futures)
         return [-errno.ECANCELED if done is None else done.result for done in dones]
 
     async def close(self, timeout_s: float) -> None:
         """Stops the engines; jobs that hang are left to their threads."""
-        closer = DaemonExecutor(f"{self._name}-close", 1)  # the tier's own threads may all hang
-        for engine, bound in self._engines:
-            await asyncio.wrap_future(closer.submit(engine.close, timeout_s))
-            await asyncio.sleep(0)  # the last results arrive
+        engines, self._engines = self._engines, []
+        closer = DaemonExecutor(f"{self._name}-close", 2)  # the tier's own threads may all hang
+        await asyncio.gather(*(asyncio.wrap_future(closer.submit(engine.close, timeout_s)) for engine, _ in engines))
+        await asyncio.sleep(0)  # the last results arrive
+        for _, bound in engines:
             bound.close()
-        self._engines.clear()
         closer.shutdown(wait=False)

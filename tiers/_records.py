@@ -15,9 +15,11 @@ import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from typing import TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeVar
 
 import aiofiles
 
@@ -29,6 +31,9 @@ T = TypeVar("T")
 RECORD_BYTES_MAX = 512 << 20
 #: after this long a claim's maker is dead: between its two calls lie milliseconds
 CLAIM_STALE_S = 60.0
+#: how long another's fresh claim is waited for, and how often it is looked at
+CLAIM_WAIT_S = 2.0
+CLAIM_POLL_S = 0.005
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 _NO_NOREPLACE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -74,7 +79,7 @@ async def replace(path: str, data: bytes, executor: Executor) -> None:
 async def fetch(path: str, executor: Executor) -> bytes | None:
     """The file's bytes; None if it is not there."""
     try:
-        async with aiofiles.open(path, "rb", executor=executor) as file:
+        async with _opened(path, "rb", executor) as file:
             data: bytes = await file.read(RECORD_BYTES_MAX + 1)
     except OSError as error:
         if error.errno in _ABSENT:
@@ -85,12 +90,22 @@ async def fetch(path: str, executor: Executor) -> bytes | None:
     return data
 
 
+@asynccontextmanager
+async def _opened(path: str, mode: Literal["rb", "xb"], executor: Executor) -> AsyncIterator[Any]:
+    """aiofiles' own context manager closes on asyncio's shared executor, which is gone when the interpreter exits."""
+    file = await aiofiles.open(path, mode, executor=executor)
+    try:
+        yield file
+    finally:
+        await file.close()
+
+
 async def _write_beside(path: str, data: bytes, executor: Executor, *, durable: bool) -> str:
     folder, name = os.path.split(path)
     # a short name of its own: the record's name may use up the file system's limit
     temporary = os.path.join(folder, f".{name[:64]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        async with aiofiles.open(temporary, "xb", executor=executor) as file:
+        async with _opened(temporary, "xb", executor) as file:
             await file.write(data)
             await file.flush()
             if durable:
@@ -142,15 +157,13 @@ def rename_noreplace(source: str, target: str) -> None:
 def _place_claimed(temporary: str, path: str) -> bool:
     folder, name = os.path.split(path)
     claim = os.path.join(folder, f".{name[:64]}.claim")
-    try:
-        descriptor = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
-        # both times are the file system's own, so clocks of nodes do not matter
-        if os.stat(temporary).st_mtime - os.stat(claim).st_mtime < CLAIM_STALE_S:
+    deadline = time.monotonic() + CLAIM_WAIT_S
+    while not _try_claim(claim, temporary):
+        if os.path.lexists(path):
             return False
-        os.unlink(claim)
-        return _place_claimed(temporary, path)
-    os.close(descriptor)
+        if time.monotonic() >= deadline:
+            raise OSError(errno.EBUSY, "another writer has claimed this record", path)
+        time.sleep(CLAIM_POLL_S)
     try:
         if os.path.lexists(path):
             return False
@@ -158,3 +171,24 @@ def _place_claimed(temporary: str, path: str) -> bool:
         return True
     finally:
         _unlink_quietly(claim)
+
+
+def _try_claim(claim: str, temporary: str) -> bool:
+    try:
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        return True
+    except FileExistsError:
+        pass
+    try:
+        old = os.stat(claim)
+        # both times are the file system's own, so clocks of nodes do not matter
+        if os.stat(temporary).st_mtime - old.st_mtime >= CLAIM_STALE_S:
+            aside = f"{temporary}.stale"
+            os.rename(claim, aside)  # of many who find it stale, one gets it
+            if os.path.samestat(os.stat(aside), old):
+                os.unlink(aside)
+            else:
+                os.rename(aside, claim)  # it was a new one already
+    except FileNotFoundError:
+        pass  # just given up: the next try gets it
+    return False

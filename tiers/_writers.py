@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stepwell.tiers import _files, _folders
 from stepwell.tiers._calls import PathCalls
@@ -55,6 +56,7 @@ class Writers:
         number = -await self._medium.allocate(fd, size_bytes) if size_bytes else 0
         if number == 0:
             file.unallocated_bytes = 0
+            self.space = replace(self.space, free_bytes=self.space.free_bytes - size_bytes)
         elif number in _NO_FALLOCATE:
             self.detail["fallocate"] = f"not there: {errno.errorcode[number]}"
         else:
@@ -99,6 +101,7 @@ class Writers:
         else:
             file.let_go()
             await self._calls.call(_files.discard, file.path, [])
+        await self.update_space()
 
     def close(self) -> None:
         """What is still reserved stays as debris, as after a crash."""

@@ -10,17 +10,18 @@ caller's memory.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from stepwell.errors import CheckpointGone, TierError, TierUnavailable
+from stepwell.errors import TierError, TierUnavailable
 from stepwell.native import Job, Op
 from stepwell.tiers import _folders, _leases, _records
-from stepwell.tiers._books import Books, is_full, refusal
+from stepwell.tiers._books import Books, refusal
 from stepwell.tiers._calls import Locks, PathCalls
+from stepwell.tiers._errors import Errors
 from stepwell.tiers._files import OpenFile
 from stepwell.tiers._medium import EngineName, Medium, Reading
 from stepwell.tiers._paths import Layout, absolute_root
@@ -41,13 +42,12 @@ from stepwell.tiers.base import (
     Tier,
     TierInfo,
     Usage,
-    tier_error,
 )
 
 #: step folders listed in one call
 SCAN_BATCH = 16
 #: what close() waits for calls under way before it leaves them to their daemon threads
-CLOSE_S = 2.0
+CLOSE_S = 5.0
 
 
 class FileTier(Tier):
@@ -83,6 +83,7 @@ class FileTier(Tier):
         self._books = Books(capacity_bytes)
         self._writers = Writers(self._calls, self._medium)
         self._readers = _leases.Readers(self.layout, self._calls, lambda shard: self._books.lingering.pop(shard, None))
+        self._errors = Errors(name, self._writers)
         self._locks = Locks()
         self._state = "not started"
         self.info = TierInfo(
@@ -116,14 +117,8 @@ class FileTier(Tier):
             access, detail = await self._medium.probe(self._calls, self.info.read_only)
             await self._writers.update_space()
         except OSError as error:
-            if isinstance(error, TierError):
-                raise
-            todo = "Make its parent folder" if make else "Mount it: it is never made"
-            away = TierUnavailable(
-                f"Tier {self.info.name} is not there: {error.strerror}", todo=f"{todo}, or correct the path", path=root
-            )
-            away.errno = error.errno
-            raise away from error
+            await self._medium.close(CLOSE_S)
+            raise error if isinstance(error, TierError) else self._errors.away(error, root, make) from error
         self._writers.detail = {"path": root, **detail}
         read_only = self.info.read_only or not access.writable
         self.info = replace(self.info, read_only=read_only, detail=self._writers.detail)
@@ -148,21 +143,9 @@ class FileTier(Tier):
     def _check_ours(self, run: str, path: str) -> None:
         self._check_open()
         if not run:
-            raise self._error(errno.EPERM, "a folder outside of any run is not stepwell's to change", path=path)
+            raise self._errors.make(errno.EPERM, "a folder outside of any run is not stepwell's to change", path=path)
         if self.info.read_only:
-            raise self._error(errno.EROFS, "it is read-only", path=path)
-
-    def _error(self, number: int, what: str, **where: Any) -> TierError:
-        return tier_error(number, f"Tier {self.info.name}: {what}", **where)
-
-    def _translate(self, error: OSError, what: str, path: str) -> TierError:
-        """The one edge where the operating system's errors become stepwell's."""
-        if isinstance(error, TierError):
-            return error
-        number = error.errno or errno.EIO
-        if error.strerror and error.strerror != os.strerror(number):
-            what = f"{what}: {error.strerror}"
-        return self._error(number, what, path=error.filename or path)
+            raise self._errors.make(errno.EROFS, "it is read-only", path=path)
 
     # -- going down ----------------------------------------------------------------------------------
 
@@ -196,7 +179,7 @@ class FileTier(Tier):
                 refused = refusal(error.errno or errno.EIO, path, size_bytes, self._writers.space.free_bytes)
             if not refused:
                 self._books.forget(shard)
-                raise self._translate(error, "cannot make the file of a shard", path) from error
+                raise self._errors.translate(error, "cannot make the file of a shard", path) from error
         if refused:
             self._books.forget(shard)
             return refused
@@ -211,11 +194,11 @@ class FileTier(Tier):
             path = self.layout.shard(chunk.shard)
             if file is None or file.fd < 0:
                 work.append(
-                    (chunk, self._chunk_error(errno.EINVAL, "cannot write: the shard is not reserved", chunk, path))
+                    (chunk, self._errors.chunk(errno.EINVAL, "cannot write: the shard is not reserved", chunk, path))
                 )
             elif chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > file.size_bytes:
                 what = f"cannot write past the {file.size_bytes} bytes reserved"
-                work.append((chunk, self._chunk_error(errno.EINVAL, what, chunk, path)))
+                work.append((chunk, self._errors.chunk(errno.EINVAL, what, chunk, path)))
             else:
                 file.hold()
                 file.unallocated_bytes = max(0, file.unallocated_bytes - chunk.length)
@@ -238,26 +221,21 @@ class FileTier(Tier):
             for _, held in jobs:
                 held.let_go()
         return [
-            Result(file if isinstance(file, TierError) else self._judge(op, chunk, file.path, next(moved)))
+            Result(file if isinstance(file, TierError) else self._errors.of_move(op, chunk, file.path, next(moved)))
             for chunk, file in work
         ]
-
-    def _judge(self, op: Op, chunk: ChunkIO, path: str, moved: int) -> TierError | None:
-        if moved < 0:
-            return self._chunk_error(-moved, f"cannot {op.name.lower()}", chunk, path)
-        if moved < chunk.length:
-            what = f"the file is truncated: {moved} of {chunk.length} bytes are there"
-            return self._chunk_error(errno.ENODATA, what, chunk, path)
-        return None
-
-    def _chunk_error(self, number: int, what: str, chunk: ChunkIO, path: str) -> TierError:
-        free = self._writers.space.free_bytes if is_full(number) else None
-        return self._error(number, what, path=path, offset=chunk.offset, length=chunk.length, free_bytes=free)
 
     async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
         path = self.layout.record(record)
         self._check_ours(record.run, path)
-        return await self._calls.finish(self._commit(path, data, shards))
+        return await self._calls.finish(self._commit_locked(path, data, shards))
+
+    async def _commit_locked(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
+        """No abort may close a descriptor, and free its number, while a commit works on it."""
+        async with contextlib.AsyncExitStack() as stack:
+            for shard in sorted({each.shard for each in shards}, key=str):  # one order for all: no deadlock
+                await stack.enter_async_context(self._locks.hold(shard))
+            return await self._commit(path, data, shards)
 
     async def _commit(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
         try:
@@ -267,7 +245,7 @@ class FileTier(Tier):
             await self._calls.call(_folders.make_folders, self.layout.root, os.path.dirname(path))
             created = await _records.publish(path, data, self._calls.executor)
         except OSError as error:
-            raise self._translate(error, "cannot commit", path) from error
+            raise self._errors.translate(error, "cannot commit", path) from error
         if created:
             for each in shards:
                 del self._writers.files[each.shard]
@@ -290,7 +268,7 @@ class FileTier(Tier):
         try:
             await self._writers.discard(shard)
         except OSError as error:
-            raise self._translate(error, "cannot remove an aborted shard", self.layout.shard(shard)) from error
+            raise self._errors.translate(error, "cannot remove an aborted shard", self.layout.shard(shard)) from error
         finally:
             self._books.forget(shard)
 
@@ -304,7 +282,7 @@ class FileTier(Tier):
             await self._calls.call(_folders.make_folders, self.layout.root, os.path.dirname(path))
             await _records.replace(path, data, self._calls.executor)
         except OSError as error:
-            raise self._translate(error, "cannot write a heartbeat", path) from error
+            raise self._errors.translate(error, "cannot write a heartbeat", path) from error
 
     async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
         for key in what:
@@ -323,8 +301,9 @@ class FileTier(Tier):
             path = self.layout.record(key)
         try:
             await self._calls.call(_folders.drop, self.layout.root, path, isinstance(key, CheckpointKey))
+            await self._writers.update_space()
         except OSError as error:
-            raise self._translate(error, "cannot delete", path) from error
+            raise self._errors.translate(error, "cannot delete", path) from error
         for shard in gone:
             await self._abort(shard)
             self._books.forget(shard, leased=shard in self._readers)
@@ -341,7 +320,7 @@ class FileTier(Tier):
                 file.hold()
                 work.append((chunk, file))
             else:
-                work.append((chunk, self._translate(file, "cannot read", self.layout.shard(chunk.shard))))
+                work.append((chunk, self._errors.translate(file, "cannot read", self.layout.shard(chunk.shard))))
         await _let_go(files)
         return await self._transfer(Op.READ, work)
 
@@ -356,13 +335,9 @@ class FileTier(Tier):
             path, folder = error.filename, os.path.dirname(error.filename)
             in_run = any(shard.checkpoint.run and self.layout.shard(shard) == path for shard in shards)
             missing = await self._calls.call(_leases.what_is_missing, self.layout.root, folder, in_run)
-            if missing == "root":
-                raise TierUnavailable(f"Tier {self.info.name} is not there any more", path=self.layout.root) from error
-            if missing == "checkpoint":
-                raise CheckpointGone(f"Tier {self.info.name}: the checkpoint is gone", path=path) from error
-            raise self._error(errno.ENOENT, "a shard of a committed checkpoint is missing", path=path) from error
+            raise self._errors.missing(missing, path, self.layout.root) from error
         except OSError as error:
-            raise self._translate(error, "cannot open a shard", self.layout.root) from error
+            raise self._errors.translate(error, "cannot open a shard", self.layout.root) from error
 
     async def fetch(self, record: RecordKey) -> bytes | None:
         path = self.layout.record(record)
@@ -372,7 +347,7 @@ class FileTier(Tier):
             if data is None:
                 await self._calls.call(_folders.check_root, self.layout.root, False)
         except OSError as error:
-            raise self._translate(error, "cannot read a record", path) from error
+            raise self._errors.translate(error, "cannot read a record", path) from error
         return data
 
     async def scan(self, run: str) -> AsyncIterator[Found]:
@@ -392,7 +367,7 @@ class FileTier(Tier):
                     known.discard(self._books.see(run, file.found, file.physical_bytes))
                     yield file.found
         except OSError as error:
-            raise self._translate(error, "cannot list a run", path) from error
+            raise self._errors.translate(error, "cannot list a run", path) from error
         for shard in known:  # deleted by another process
             self._books.forget(shard, leased=shard in self._readers)
 

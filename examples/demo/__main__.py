@@ -32,7 +32,7 @@ def run_with_a_kill(training: Training, whole: Attempt, args: argparse.Namespace
     """The killed process or processes, then the one that came to the end."""
     dice = random.Random(args.seed)
     save_steps = list(range(args.every, args.steps + 1, args.every))[1:-1]  # one checkpoint before, one save after
-    save_s = min(save["durable_s"] for save in whole.saves)
+    save_s = min(save["seconds"] for save in whole.saves)
     attempts: list[Attempt] = []
     while not (attempts and attempts[-1].killed):
         if not save_steps or len(attempts) == KILL_ATTEMPTS:
@@ -83,7 +83,7 @@ def show(table: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    view = Table(title="What moved (files in the page cache: no cold reads here)")
+    view = Table(title="What moved")
     for title in ("", "MB", "blocked s", "durable or done s", "GB/s"):
         view.add_column(title, justify="left" if not title else "right")
     for row in table:

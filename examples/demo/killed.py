@@ -109,7 +109,7 @@ def run_and_kill(training: Training, attempt: int, step: int, save_s: float, dic
     done.committed_step = training.committed_step()
     folder = folders[-1]
     if not (folder / "manifest.json").exists():
-        size = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+        names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         moment = f"{after_s * 1000:.0f} ms into the save of step {step}"
-        done.killed = f"{moment}: {size / 1e6:.0f} MB written, no manifest.json"
+        done.killed = f"{moment}: its folder holds {names}, and no manifest.json"
     return done

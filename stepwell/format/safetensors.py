@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from stepwell.errors import FormatError
+from stepwell.format.collecting import paused
 
 #: what the safetensors library accepts at most
 HEADER_LIMIT_BYTES = 100_000_000
@@ -52,8 +53,7 @@ _SIZE_MAX = 2**63 - 1  # beyond it, offsets overflow in other readers
 _DIMENSIONS_MAX = 64  # torch's own limit
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a file. `begin` and `end` are absolute offsets in the file, in bytes."""
 
     label: str
@@ -102,6 +102,11 @@ def parse_header(data: bytes, file_size: int | None, path: object) -> Header:
     long the file is; None if unknown. Raises FormatError, naming `path`, for anything that is not a safetensors
     file, is cut short, or has holes, overlaps or impossible sizes.
     """
+    with paused():
+        return _parse(data, file_size, path)
+
+
+def _parse(data: bytes, file_size: int | None, path: object) -> Header:
     length = header_length(data, file_size, path)
     end = _LENGTH_BYTES + length
     if len(data) < end:
@@ -188,7 +193,7 @@ def _entry(label: str, value: Any, data_start: int, path: object) -> TensorEntry
         raise _bad(f"the entry of tensor {label!r} is wrong ({error})", path) from None
     if pair.dtype not in DTYPE_BITS:
         raise _bad(f"tensor {label!r} has the unknown dtype {pair.dtype!r}", path)
-    if len(pair.shape) > _DIMENSIONS_MAX or any(not 0 <= size <= _SIZE_MAX for size in pair.shape):
+    if len(pair.shape) > _DIMENSIONS_MAX or (pair.shape and not 0 <= min(pair.shape) <= max(pair.shape) <= _SIZE_MAX):
         raise _bad(f"tensor {label!r} has an impossible shape", path)
     if len(pair.data_offsets) != 2 or not 0 <= pair.data_offsets[0] <= pair.data_offsets[1] <= _SIZE_MAX - data_start:
         raise _bad(f"tensor {label!r} has impossible offsets", path)

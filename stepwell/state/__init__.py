@@ -2,6 +2,7 @@
 
 from stepwell.state import modules as _modules  # noqa: F401  registers providers
 from stepwell.state import optim as _optim  # noqa: F401
+from stepwell.state import quantised as _quantised  # noqa: F401
 from stepwell.state.assign import assign
 from stepwell.state.build import build
 from stepwell.state.capture import Snapshot, capture

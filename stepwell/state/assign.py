@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stepwell.errors import KeyMismatch
-from stepwell.state.decode import Decoder, decode_plain
+from stepwell.format.collecting import paused
+from stepwell.state.decode import Decoder, decode_key
 from stepwell.state.match import Finisher, Matcher, Report
 from stepwell.state.names import KeyFilter, Rename, renamer
 from stepwell.state.placement import Placement, Tensors
-from stepwell.state.skeleton import part_names, read_skeleton
+from stepwell.state.skeleton import Skeleton, part_names, read_skeleton
 
 #: keys shown of each kind in a message; the error's lists have them all
 _SHOWN = 10
@@ -35,12 +36,21 @@ def assign(
     Raises KeyMismatch, with every difference, before anything is changed; without `strict` the differences are
     in the placement, and it raises only where nothing at all matches.
     """
-    checked = read_skeleton(skeleton)
+    with paused():
+        return _assign(read_skeleton(skeleton), state, strict, renamer(rename), allow_pickle, KeyFilter(keys))
+
+
+def _assign(
+    checked: Skeleton,
+    state: Mapping[Any, Any],
+    strict: bool | Mapping[str, bool],
+    rename: Callable[[str], str | None] | None,
+    allow_pickle: bool,
+    wanted: KeyFilter,
+) -> Placement:
     tensors = Tensors(checked)
     decoder = Decoder(tensors, allow_pickle=allow_pickle)
-    saved = {_key(node): value for node, value in checked.parts.values()}
-    apply = renamer(rename)
-    wanted = KeyFilter(keys)
+    saved = {decode_key(node): value for node, value in checked.parts.values()}
     cache: dict[str, Any] = {}
     placement = Placement([])
     refused: list[tuple[Report, str]] = []
@@ -52,7 +62,7 @@ def assign(
             if strictly:
                 refused.append((Report(missing=[part]), part))
             continue
-        matcher = Matcher(tensors, decoder, state, part, strict=strictly, keys=wanted, rename=apply, cache=cache)
+        matcher = Matcher(tensors, decoder, state, part, strict=strictly, keys=wanted, rename=rename, cache=cache)
         todo.append((key, matcher.match(saved[key], target, "")))
         _collect(placement, matcher.report, part, strictly, refused)
     if refused:
@@ -60,10 +70,6 @@ def assign(
     placement.fills += tensors.fills()
     placement._finish = _finisher(state, todo)
     return placement
-
-
-def _key(node: Any) -> Any:
-    return decode_plain(node)
 
 
 def _collect(

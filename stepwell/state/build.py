@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from stepwell.errors import KeyMismatch
+from stepwell.format.collecting import paused
 from stepwell.state.decode import Decoder
-from stepwell.state.match import _PAIRED, flat_nodes, unwrapped
 from stepwell.state.names import KeyFilter, Rename, renamer
+from stepwell.state.nodes import PAIRED, flat_nodes, key_text, leaf_keys, unwrapped
 from stepwell.state.placement import Placement, Tensors
-from stepwell.state.skeleton import key_text, leaf_keys, read_skeleton
+from stepwell.state.skeleton import Skeleton, read_skeleton
 from stepwell.state.values import Node
 
 
@@ -32,15 +33,25 @@ def build(
     Modules, optimizers and other stateful objects come back as their state dicts. dtype: what floating-point
     tensors are converted to. `finish` returns {part key: value}, or the value if one part was asked for.
     """
-    checked = read_skeleton(skeleton)
+    with paused():
+        checked = read_skeleton(skeleton)
+        tensors = Tensors(checked, device=torch.device(device), dtype=dtype)
+        decoder = Decoder(tensors, allow_pickle=allow_pickle)
+        return _build(checked, tensors, part, KeyFilter(keys), renamer(rename), decoder)
+
+
+def _build(
+    checked: Skeleton,
+    tensors: Tensors,
+    part: str | None,
+    wanted: KeyFilter,
+    apply: Callable[[str], str | None] | None,
+    decoder: Decoder,
+) -> Placement:
     if part is not None and part not in checked.parts:
         raise KeyMismatch(
             f"The checkpoint has no part {part!r}", missing=[part], todo=f"It has {', '.join(checked.parts) or 'none'}"
         )
-    tensors = Tensors(checked, device=torch.device(device), dtype=dtype)
-    decoder = Decoder(tensors, allow_pickle=allow_pickle)
-    wanted = KeyFilter(keys)
-    apply = renamer(rename)
     chosen: list[tuple[Node, Node, str]] = []
     for name, (key, node) in checked.parts.items():
         if part is not None and name != part:
@@ -54,7 +65,7 @@ def build(
         decoder.prepare(kept, name)
         chosen.append((key, kept, name))
     placement = Placement(tensors.fills())
-    placement.cast = _cast(tensors, chosen, dtype)
+    placement.cast = _cast(tensors, chosen, tensors.dtype)
 
     def finish() -> Any:
         values = {decoder.decode(key, name): decoder.decode(node, name) for key, node, name in chosen}
@@ -87,14 +98,14 @@ def _pruned(node: Node, name: str, wanted: Callable[[str], bool]) -> Node:
         kept = {key: _pruned(child, f"{name}.{key}" if name else key, wanted) for key, child in inner.items()}
         kept = {key: child for key, child in kept.items() if child is not _NOTHING}
         return kept if kept else _NOTHING
-    if type(inner) is list and inner and inner[0] in _PAIRED:
-        out = inner[: _PAIRED[inner[0]]]
+    if type(inner) is list and inner and inner[0] in PAIRED:
+        out = inner[: PAIRED[inner[0]]]
         for at in range(len(out), len(inner) - 1, 2):
             text = key_text(inner[at])
             child = _pruned(inner[at + 1], f"{name}.{text}" if name else text, wanted)
             if child is not _NOTHING:
                 out = [*out, inner[at], child]
-        return out if len(out) > _PAIRED[inner[0]] else _NOTHING
+        return out if len(out) > PAIRED[inner[0]] else _NOTHING
     if not name and wanted(""):
         return node
     return node if any(wanted(key) for key, _ in leaf_keys(node, name)) else _NOTHING

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepwell.format.collecting import paused
 from stepwell.state.alias import NO_ALIASES, Array, extent_bytes, find_aliases
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
@@ -74,6 +75,11 @@ def capture(
     Raises StateError, naming the key, if anything in it cannot be saved. plans: keeps the plan for the next
     capture of the same structure.
     """
+    with paused():
+        return _capture(state, rank, world, plans if plans is not None else PlanCache(), header_split_bytes)
+
+
+def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, header_split_bytes: int) -> Snapshot:
     encoder, tree, spans = _walk(state, careful=False)
     addresses = _addresses(encoder)
     if addresses is None:
@@ -88,8 +94,7 @@ def capture(
     for leaf, strides in lazy.items():
         extents[leaf] = extent_bytes(structure.shapes[leaf], strides, structure.dtypes[leaf].itemsize)
     aliases = find_aliases(tensors, addresses, extents) if tensors else NO_ALIASES
-    cache = plans if plans is not None else PlanCache()
-    plan = cache.plan((structure, aliases), lambda: make_plan(structure, aliases, sizes))
+    plan = plans.plan((structure, aliases), lambda: make_plan(structure, aliases, sizes))
     skeleton = {
         "version": VERSION,
         "rank": rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,18 @@ import numpy as np
 
 from stepwell.errors import FormatError, PickleRefused, StepwellError
 from stepwell.state.classes import dataclass_class, enum_class, namedtuple_class
+from stepwell.state.nodes import children
 from stepwell.state.placement import Tensors
 from stepwell.state.providers import Context, PerRank, Replicated, provider_named
-from stepwell.state.skeleton import children
 from stepwell.state.values import DECODERS, Node, numpy_dtype
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set, bytes, complex)
 }
-_MAX_DEPTH = 400
+
+
+#: what the decoders raise for arguments that make no sense
+_DAMAGE = (TypeError, ValueError, LookupError, AttributeError, SyntaxError, ArithmeticError, RuntimeError)
 
 
 class Decoder:
@@ -29,21 +33,19 @@ class Decoder:
         self.tensors = tensors
         self.allow_pickle = allow_pickle
 
-    def prepare(self, node: Node, key: str, depth: int = 0) -> None:
+    def prepare(self, node: Node, key: str) -> None:
         """Asks for the tensors below a node, and raises now what `decode` would raise: unknown classes,
         pickles that are not allowed."""
         if not isinstance(node, list | dict):
             return
-        if depth > _MAX_DEPTH:
-            raise FormatError("The skeleton is nested too deeply", key=key)
         if isinstance(node, dict):
             for name, child in node.items():
                 if type(child) is list or type(child) is dict:
-                    self.prepare(child, f"{key}.{name}" if key else name, depth + 1)
+                    self.prepare(child, f"{key}.{name}" if key else name)
             return
-        tag = node[0] if node else None
+        tag = node[0]
         if tag == "t":
-            self.tensors.want(self._leaf(node, key))
+            self.tensors.want(node[1])
             return
         if tag == "pk" and not self.allow_pickle:
             raise PickleRefused(
@@ -62,13 +64,7 @@ class Decoder:
                 f"The value was saved by a provider named {node[1]!r}, which is not registered here", key=key
             )
         for name, child in children(node):
-            self.prepare(child, key if name is None else f"{key}.{name}" if key else name, depth + 1)
-
-    def _leaf(self, node: Node, key: str) -> int:
-        index = node[1] if len(node) == 2 else None
-        if type(index) is not int or not 0 <= index < len(self.tensors.leaves):
-            raise FormatError("The skeleton names a tensor that it does not have", key=key)
-        return index
+            self.prepare(child, key if name is None else f"{key}.{name}" if key else name)
 
     def decode(self, node: Node, key: str) -> Any:
         """The value of a node that was prepared. Raises FormatError for nodes that make no sense."""
@@ -76,7 +72,7 @@ class Decoder:
             return self._decode(node, key)
         except StepwellError:
             raise
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, SyntaxError, OverflowError) as error:
+        except _DAMAGE as error:
             raise FormatError(f"A stored value is damaged ({type(error).__name__}: {error})", key=key) from error
 
     def _decode(self, node: Node, key: str) -> Any:
@@ -86,7 +82,7 @@ class Decoder:
             return node
         tag = node[0]
         if tag == "t":
-            return self.tensors.value(self._leaf(node, key))
+            return self.tensors.value(node[1])
         special = _SPECIAL.get(tag)
         if special is not None:
             return special(self, node, key)
@@ -102,11 +98,11 @@ class Decoder:
         return out
 
     def _bytes(self, node: list[Any], key: str) -> Any:
-        data = self.tensors.bytes_of(self._leaf(node[1], key)).numpy()
+        data = self.tensors.bytes_of(node[1][1]).numpy()
         return {"bytes": bytes, "bytearray": bytearray}[node[2]](data)
 
     def _array(self, node: list[Any], key: str) -> Any:
-        flat = self.tensors.bytes_of(self._leaf(node[1], key)).numpy().copy()
+        flat = self.tensors.bytes_of(node[1][1]).numpy().copy()
         order, shape = node[3], tuple(node[4:])
         array = flat.view(numpy_dtype(node[2])) if flat.size else np.empty(0, numpy_dtype(node[2]))
         return array.reshape(shape, order=order)
@@ -120,7 +116,7 @@ class Decoder:
 
     def _pickle(self, node: list[Any], key: str) -> Any:
         assert self.allow_pickle, "prepare refuses it"
-        return pickle.loads(self.tensors.bytes_of(self._leaf(node[1], key)).numpy().tobytes())
+        return pickle.loads(self.tensors.bytes_of(node[1][1]).numpy().tobytes())
 
     def _namedtuple(self, node: list[Any], key: str) -> Any:
         fields = _fields(node[2])
@@ -145,7 +141,9 @@ class Decoder:
         for member in cls:
             if member.value == value:
                 return member
-        return cls(value)  # flags combined from several members
+        if not issubclass(cls, enum.Flag) or type(value) is not int:
+            raise ValueError(f"{cls.__qualname__} has no member {node[2]!r}")
+        return cls(value)  # combined from several members
 
     def _wrapper(self, node: list[Any], key: str) -> Any:
         return {"replicated": Replicated, "per-rank": PerRank}[node[1]](self._decode(node[2], key))
@@ -204,3 +202,13 @@ def decode_plain(node: Node) -> Any:
     empty = Tensors.__new__(Tensors)
     empty.leaves = []
     return Decoder(empty, allow_pickle=False).decode(node, "")
+
+
+def decode_key(node: Node) -> Any:
+    """The key of a dict that a node stands for."""
+    key = decode_plain(node) if type(node) is list else node
+    try:
+        hash(key)
+    except TypeError as error:
+        raise FormatError(f"A stored key is damaged ({error})") from error
+    return key

@@ -23,11 +23,11 @@ from stepwell.errors import StateError
 from stepwell.state import values
 from stepwell.state.classes import class_name, require_saveable
 from stepwell.state.dtypes import DTYPE, QUANTISED
-from stepwell.state.providers import Context, PerRank, Replicated, provider_for
+from stepwell.state.providers import Context, PerRank, Replicated, provider_for, provider_named
 from stepwell.state.values import Node
 
 #: containers inside containers; JSON parsers and Python's own stack have limits a little above
-DEPTH_MAX = 150
+DEPTH_MAX = 100
 _PLAIN = frozenset({torch.Tensor, Parameter})
 _STRINGS = frozenset({str})
 _SELF = frozenset({type(None), bool})
@@ -210,8 +210,6 @@ class Encoder:
         return node
 
     def _provided(self, value: Any, name: str, provider_name: str) -> Node:
-        from stepwell.state.providers import provider_named
-
         provider = provider_named(provider_name)
         assert provider is not None
         context = Context(name, self.state, cache=self._cache)

@@ -7,22 +7,22 @@ bytes are there, brings the live value up to date and returns what should stand 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from stepwell.state.decode import Decoder, decode_plain
+from stepwell.state.decode import Decoder
 from stepwell.state.encode import join, tensor_over
 from stepwell.state.names import KeyFilter
+from stepwell.state.nodes import describe, flat_nodes, is_plain_node, leaf_keys, mapping_of, unwrapped
 from stepwell.state.placement import Tensors
 from stepwell.state.providers import Context, PerRank, Replicated, provider_for
-from stepwell.state.skeleton import children, key_text, leaf_keys
 from stepwell.state.values import Node, numpy_dtype
 
 Finisher = Callable[[], Any]
-_PAIRED = {"d": 1, "od": 1, "ct": 1, "dd": 2}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclasses.dataclass
@@ -35,12 +35,17 @@ class Report:
     cast: list[str] = dataclasses.field(default_factory=list)
     matched: int = 0  # tensors that fit
     maybe_missing: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
-    filled: set[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=set)
+    targets: list[torch.Tensor] = dataclasses.field(default_factory=list)  # those that fit
 
     def settle(self) -> None:
         """A tensor that was not saved is not missing if it is the memory of one that was (a tie)."""
+        if not self.maybe_missing:
+            return
+        filled = {(_address(tensor), tensor.shape) for tensor in self.targets}
+        identities = {id(tensor) for tensor in self.targets}
         for name, tensor in self.maybe_missing:
-            if not tensor.numel() or (_address(tensor), tuple(tensor.shape)) not in self.filled:
+            here = id(tensor) in identities or (_address(tensor) and (_address(tensor), tensor.shape) in filled)
+            if not here:
                 self.missing.append(name)
         self.maybe_missing.clear()
 
@@ -124,6 +129,16 @@ class Matcher:
 
         return finish
 
+    def _take(self, node: Node, target: Any, name: str) -> bool:
+        """The usual case, made quick: the live tensor takes the stored bytes and nothing remains to be done."""
+        if type(target) not in _PLAIN or type(node) is not list or node[0] != "t":
+            return False
+        if not self.tensors.take(node[1], target):
+            return False
+        self.report.matched += 1
+        self.report.targets.append(target)
+        return True
+
     def _tensor(self, node: Node, target: torch.Tensor, name: str) -> Finisher:
         if type(target) not in (torch.Tensor, torch.nn.Parameter):
             provider = provider_for(type(target))
@@ -133,18 +148,19 @@ class Matcher:
             return self.build(node, name)
         if type(node) is not list or node[0] != "t":
             return self.keep(node, target, name, f"saved {describe(node)}, here a tensor")
-        index = self.decoder._leaf(node, self.full(name))
+        index = node[1]
         why = self.tensors.fit(index, target)
         if why:
             return self.keep(node, target, name, why)
         self.report.matched += 1
+        self.report.targets.append(target)
         if self.tensors.leaves[index].dtype != target.dtype:
             self.report.cast.append(self.full(name))
         if target.is_meta:
             self.tensors.want(index)
             return lambda: real_instead(self.tensors.value(index), target)
-        self.report.filled.add((target.data_ptr(), tuple(target.shape)))
-        self.tensors.want_into(index, target)
+        if not self.tensors.take(index, target):
+            self.tensors.want(index)
 
         def finish() -> torch.Tensor:
             self.tensors.put(index, target)
@@ -156,7 +172,7 @@ class Matcher:
         node = unwrapped(node)
         if mapping_of(node) is None:
             return self._not_that(node, target, name, "a dict")
-        if not target or (is_plain_node(node) and is_plain(target)):
+        if not target or self._replaceable(node, target):
             return self._replaced(node, target, name)
         if self.rename is not None:
             return self._renamed(node, target, name)
@@ -165,7 +181,7 @@ class Matcher:
         for key, value in target.items():
             inner = join(name, key)
             if key in saved:
-                if self._wanted(value, inner):
+                if self._wanted(value, inner) and not self._take(saved[key], value, inner):
                     todo.append((key, self.match(saved[key], value, inner)))
             else:
                 self.note_missing(value, inner)
@@ -203,12 +219,12 @@ class Matcher:
 
         return finish
 
-    def flat(self, node: Node, name: str) -> dict[str, Node] | None:
+    def flat(self, node: Node, name: str, whole: Container[str] = ()) -> dict[str, Node] | None:
         """What is inside a dict's node, however nested, under its (renamed) names below `name`; None: no dict."""
         if mapping_of(node) is None:
             return None
         out: dict[str, Node] = {}
-        for old, child in flat_nodes(node, ""):
+        for old, child in flat_nodes(node, "", whole):
             new: str | None = join(name, old)
             if self.rename is not None and new is not None:
                 new = self.rename(new)
@@ -241,6 +257,16 @@ class Matcher:
             return self.build(node, name)
         return self.keep(node, target, name, f"saved {describe(node)}, here {kind}")
 
+    def _replaceable(self, node: Node, target: Any) -> bool:
+        """Plain values are replaced as a whole, except where arrays can be filled one by one."""
+        if not (is_plain_node(node) and is_plain(target)):
+            return False
+        if not _has_array(target):
+            return True
+        if isinstance(target, dict):
+            return (mapping_of(node) or {}).keys() != target.keys()
+        return len(node) - 1 != len(target)
+
     def _replaced(self, node: Node, target: Any, name: str) -> Finisher:
         build = self.build(node, name)
         return lambda: replaced(target, build())
@@ -250,7 +276,7 @@ class Matcher:
         tag = node[0] if type(node) is list and node else None
         if tag not in ("l", "u"):
             return self._not_that(node, target, name, "a list") if target else self.build(node, name)
-        if not target or (is_plain_node(node) and is_plain(target)):
+        if not target or self._replaceable(node, target):
             return self._replaced(node, target, name)
         if len(node) - 1 != len(target):
             return self.keep(node, target, name, f"saved {len(node) - 1} items, here {len(target)}")
@@ -277,14 +303,15 @@ class Matcher:
                 if type(node) is list and node[0] == "t"
                 else self.build(node, name)
             )
-        index = self.decoder._leaf(node[1], self.full(name))
+        index = node[1][1]
         same = tuple(node[4:]) == target.shape and numpy_dtype(node[2]) == target.dtype and target.flags.writeable
         if not same:
             return self.build(node, name)
         if node[3] == "C" and target.flags.c_contiguous and target.nbytes:
             leaf = self.tensors.leaves[index]
             view = tensor_over(target).view(leaf.dtype).view(leaf.shape)
-            self.tensors.want_into(index, view)
+            if not self.tensors.take(index, view):
+                self.tensors.want(index)
 
             def finish() -> Any:
                 self.tensors.put(index, view)
@@ -347,53 +374,12 @@ def real_instead(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     return plain.requires_grad_(meta.requires_grad) if meta.requires_grad else plain
 
 
-def mapping_of(node: Node) -> dict[Any, Node] | None:
-    """The entries of a dict's node under their true keys; None if it is no dict."""
-    if type(node) is dict:
-        return node
-    first = _PAIRED.get(node[0]) if type(node) is list and node else None
-    if first is None:
-        return None
-    return {decode_plain(node[at]): node[at + 1] for at in range(first, len(node) - 1, 2)}
-
-
-def unwrapped(node: Node) -> Node:
-    """The tree inside what a provider or a wrapper saved."""
-    while type(node) is list and node and node[0] in ("p", "w"):
-        node = node[3] if node[0] == "p" else node[2]
-    return node
-
-
-def flat_nodes(node: Node, name: str) -> Iterator[tuple[str, Node]]:
-    """(dotted name, node) of what is inside nested dicts; an empty dict stands for itself."""
-    inner = unwrapped(node)
-    if type(inner) is dict and inner:
-        for key, child in inner.items():
-            yield from flat_nodes(child, join(name, key))
-    elif type(inner) is list and inner and inner[0] in _PAIRED and len(inner) > _PAIRED[inner[0]]:
-        for at in range(_PAIRED[inner[0]], len(inner) - 1, 2):
-            yield from flat_nodes(inner[at + 1], join(name, key_text(inner[at])))
-    else:
-        yield name, node
-
-
 def _flat_slots(target: dict[Any, Any], name: str) -> Iterator[tuple[str, dict[Any, Any], Any]]:
     for key, value in target.items():
         if isinstance(value, dict) and value:
             yield from _flat_slots(value, join(name, key))
         else:
             yield join(name, key), target, key
-
-
-def is_plain_node(node: Node) -> bool:
-    """There is no tensor and no object inside."""
-    if type(node) is dict:
-        return all(map(is_plain_node, node.values()))
-    if type(node) is not list or not node:
-        return True
-    if node[0] in ("t", "p"):
-        return False
-    return node[0] in ("na", "bt", "pk") or all(is_plain_node(child) for _, child in children(node))
 
 
 def is_plain(value: Any) -> bool:
@@ -405,6 +391,13 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor | Replicated | PerRank):
         return False
     return value is None or provider_for(type(value)) is None
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return True
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(_has_array, items))
 
 
 def replaced(target: Any, value: Any) -> Any:
@@ -420,14 +413,8 @@ def replaced(target: Any, value: Any) -> Any:
         both = len(target)
         target[:] = [replaced(target[at], item) if at < both else item for at, item in enumerate(value)]
         return target
+    if isinstance(target, np.ndarray) and (target.shape, target.dtype) == (value.shape, value.dtype):
+        if target.flags.writeable:
+            target[...] = value
+            return target
     return value
-
-
-_KINDS = {"t": "a tensor", "na": "an array", "l": "a list", "u": "a tuple", "p": "an object", "pk": "a pickle"}
-
-
-def describe(node: Node) -> str:
-    """What a node is, for messages."""
-    if mapping_of(node) is not None:
-        return "a dict"
-    return _KINDS.get(node[0], "a value") if type(node) is list and node else f"{node!r}"[:40]

@@ -132,11 +132,14 @@ class ModuleProvider:
 
     def match(self, matcher: Matcher, node: Node, target: torch.nn.Module, name: str) -> Finisher:
         """In place where possible. Built in; third-party providers have `live` for the same purpose."""
-        saved = matcher.flat(node, name)
+        custom = is_custom(target)
+        names = _Names(target) if custom else None
+        whole = {names.canonical(key) for key in target.state_dict()} if names is not None else ()
+        saved = matcher.flat(node, name, whole)
         if saved is None:
             return matcher.keep(node, target, name, "saved something else, here a module")
-        if is_custom(target):
-            return self._load_itself(matcher, saved, target, name)
+        if names is not None:
+            return self._load_itself(matcher, saved, target, names, name)
         todo: list[Finisher] = []
         fresh: dict[int, torch.Tensor] = {}  # one new tensor for a meta tensor that hangs in two places
         found = slots(target)
@@ -160,10 +163,11 @@ class ModuleProvider:
 
         return finish
 
-    def _load_itself(self, matcher: Matcher, saved: dict[str, Node], target: torch.nn.Module, name: str) -> Finisher:
+    def _load_itself(
+        self, matcher: Matcher, saved: dict[str, Node], target: torch.nn.Module, names: _Names, name: str
+    ) -> Finisher:
         values = {key: matcher.build(child, f"{name}.{key}" if name else key) for key, child in saved.items()}
         matcher.report.matched += len(values)
-        names = _Names(target)
 
         def finish() -> torch.nn.Module:
             tree: Any = OrderedDict((names.full(key), value()) for key, value in values.items())

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell.state.encode import join
-from stepwell.state.match import mapping_of
 from stepwell.state.modules import parameter_names
+from stepwell.state.nodes import mapping_of
 from stepwell.state.providers import Context, register_provider
 from stepwell.state.values import Node
 
@@ -181,7 +181,7 @@ class OptimizerProvider:
     def _value(self, matcher: Matcher, node: Node, existing: Any, name: str) -> Finisher:
         """In place if a tensor of the same kind is there; what was saved otherwise."""
         if isinstance(existing, torch.Tensor) and type(node) is list and node[0] == "t":
-            leaf = matcher.tensors.leaves[matcher.decoder._leaf(node, matcher.full(name))]
+            leaf = matcher.tensors.leaves[node[1]]
             if leaf.dtype == existing.dtype and leaf.shape == tuple(existing.shape):
                 return matcher.match(node, existing, name)
         matcher.report.matched += 1

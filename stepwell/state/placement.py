@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from stepwell.format.collecting import paused
 from stepwell.state.alias import extent_bytes
 from stepwell.state.classes import loaded_class
-from stepwell.state.dtypes import CASTABLE, RAW
+from stepwell.state.dtypes import CASTABLE, RAW, STORED
 from stepwell.state.skeleton import Leaf, Skeleton
 
 
@@ -42,7 +43,7 @@ class Placement:
         finish, self._finish = self._finish, None
         if finish is None:
             raise RuntimeError("this placement is finished already")
-        with torch.no_grad():
+        with paused(), torch.no_grad():
             return finish()
 
 
@@ -72,31 +73,29 @@ class Tensors:
         leaf = self.leaves[index]
         if leaf.label not in self._fills:
             base = self._owner(index)
-            self._fills[leaf.label] = torch.empty(base.shape, dtype=base.dtype)
+            self._fills[leaf.label] = _empty(base.shape, base.dtype)
 
-    def want_into(self, index: int, target: torch.Tensor) -> bool:
-        """This leaf will be copied into `target`. True if `target` itself takes the stored bytes."""
+    def take(self, index: int, target: torch.Tensor) -> bool:
+        """True if `target` itself will be filled with the stored bytes of the leaf: nothing else is to be done."""
         leaf = self.leaves[index]
-        if leaf.label not in self._fills and self._can_take(index, target):
-            plain = target.detach() if target.requires_grad or type(target) is not torch.Tensor else target
-            self._fills[leaf.label] = plain
-            self._taken.add(plain.data_ptr())
-            return True
-        self.want(index)
-        return False
-
-    def _can_take(self, index: int, target: torch.Tensor) -> bool:
-        leaf = self.leaves[index]
-        return (
-            target.dtype == leaf.dtype
-            and target.is_cpu
-            and tuple(target.shape) == leaf.shape
-            and (leaf.notes.of is None or leaf.notes.strides is None)
-            and target.is_contiguous()
-            and not (target.is_neg() or target.is_conj())
-            and target.numel() > 0
-            and target.data_ptr() not in self._taken
-        )
+        if (
+            target.dtype is not leaf.dtype
+            or target.shape != leaf.shape
+            or leaf.label in self._fills
+            or not target.is_cpu
+            or not target.is_contiguous()
+            or target.is_neg()
+            or target.is_conj()
+            or (leaf.notes.of is not None and leaf.notes.strides is not None)
+        ):
+            return False
+        address = target.data_ptr()
+        if address in self._taken or not address:
+            return False  # two stored tensors for one live one (the last wins, in `put`), or no memory
+        self._taken.add(address)
+        plain = target.detach() if target.requires_grad or type(target) is not torch.Tensor else target
+        self._fills[leaf.label] = plain
+        return True
 
     def _owner(self, index: int) -> Leaf:
         of = self.leaves[index].notes.of
@@ -170,7 +169,7 @@ class Tensors:
         filled = self._fills[leaf.label]
         image = filled
         if notes.strides is not None and notes.place is None:
-            image = _copied(filled, torch.empty_strided(leaf.shape, notes.strides, dtype=leaf.dtype))
+            image = _copied(filled, _empty(leaf.shape, leaf.dtype, notes.strides))
         elif notes.place is not None and not self._casts(leaf):
             image = _copied(filled, self._placed(leaf, notes.place))
         if self._casts(leaf):
@@ -195,6 +194,13 @@ class Tensors:
         return buffer.view(leaf.dtype).as_strided(leaf.shape, strides, offset // itemsize)
 
 
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """New memory, by way of a dtype that torch can allocate without warnings."""
+    made = dtype if dtype in STORED else RAW[dtype.itemsize]
+    empty = torch.empty(shape, dtype=made) if strides is None else torch.empty_strided(shape, strides, dtype=made)
+    return empty if made is dtype else empty.view(dtype)
+
+
 def _copied(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     raw = RAW[source.itemsize]
     target.view(raw).copy_(source.view(raw))
@@ -208,4 +214,6 @@ def _as_class(tensor: torch.Tensor, name: str, grad: bool) -> torch.Tensor:
     cls = loaded_class(name)
     if cls is None or not issubclass(cls, torch.Tensor):
         return tensor
+    if getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
+        return tensor  # it would not know its data
     return tensor.as_subclass(cls)

@@ -98,6 +98,11 @@ def register_provider(kind: type | str, provider: Provider) -> None:
     _by_name[provider.name] = provider
 
 
+def register_named(provider: Provider) -> None:
+    """A provider that the walk chooses by itself, not by the type of the object."""
+    _by_name[provider.name] = provider
+
+
 def provider_for(cls: type) -> Provider | None:
     """The provider for instances of a class; None if there is none."""
     for base in cls.__mro__[:-1]:
@@ -129,4 +134,4 @@ class StatefulProvider:
         return existing
 
 
-register_provider("stepwell.state.providers._AnyStateful", StatefulProvider())
+register_named(StatefulProvider())

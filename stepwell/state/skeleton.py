@@ -12,9 +12,9 @@ same object), in ([group, offset in bytes, strides]).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from stepwell.errors import FormatError
 from stepwell.format.safetensors import TensorEntry
 from stepwell.state.alias import extent_bytes, is_dense
 from stepwell.state.dtypes import DTYPE, NAME, loaded_as, nbytes, stored_as
+from stepwell.state.nodes import check_node, leaf_keys
 from stepwell.state.values import Node
 
 VERSION = 1
@@ -58,8 +59,7 @@ class Notes(msgspec.Struct, rename={"cls": "class", "place": "in"}, forbid_unkno
 _NO_NOTES = Notes()
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One leaf of the tree. `label` names the stored bytes, also for a leaf that shares another's."""
 
     label: str
@@ -117,6 +117,7 @@ def _read(raw: Mapping[str, Any]) -> Skeleton:
     names = msgspec.convert(raw["parts"], list[str])
     if tree[0] != "d" or len(tree) != 1 + 2 * len(names) or len(set(names)) != len(names):
         raise ValueError("its parts do not fit its tree")
+    check_node(tree, len(leaves))
     parts = {name: (tree[1 + 2 * index], tree[2 + 2 * index]) for index, name in enumerate(names)}
     return Skeleton(int(raw["rank"]), int(raw["world"]), parts, leaves, groups, tree)
 
@@ -127,14 +128,16 @@ def _leaf(row: Sequence[Any]) -> Leaf:
     if dtype is None:
         raise FormatError(f"The dtype {dtype_name!r} is unknown to this torch", tensor=label, todo="Use a newer torch")
     shape = tuple(shape)
-    size = dtype.itemsize
+    size = 16  # bytes, at most, of an element
     for length in shape:
         if type(length) is not int or length < 0:
             raise ValueError(f"impossible shape of {label!r}")
-        size *= max(length, 1)
+        size *= length or 1
     if type(label) is not str or size > _SIZE_MAX or len(shape) > 64 or len(row) > 4:
         raise ValueError(f"impossible tensor {label!r}")
-    notes = msgspec.convert(row[3], Notes) if len(row) == 4 else _NO_NOTES
+    if len(row) == 3:
+        return Leaf(label, dtype, shape, _NO_NOTES)
+    notes = msgspec.convert(row[3], Notes)
     for strides in (notes.strides, notes.place[2] if notes.place else None):
         if strides is not None and (len(strides) != len(shape) or any(not 0 <= item < _SIZE_MAX for item in strides)):
             raise ValueError(f"impossible strides of {label!r}")
@@ -216,58 +219,3 @@ def tensors(skeleton: Mapping[str, Any]) -> dict[str, TensorLeaf]:
 def stored_form(leaf: TensorLeaf) -> tuple[str, tuple[int, ...]]:
     """safetensors dtype and shape that the file's header must give for this label."""
     return stored_as(DTYPE[leaf.dtype], leaf.shape)
-
-
-def leaf_keys(node: Node, key: str) -> Iterator[tuple[str, int]]:
-    """(dotted key, leaf) of every tensor leaf below a node."""
-    if isinstance(node, dict):
-        for name, child in node.items():
-            if type(child) is list and child and child[0] == "t":
-                yield f"{key}.{name}" if key else name, child[1]
-            else:
-                yield from leaf_keys(child, f"{key}.{name}" if key else name)
-    elif isinstance(node, list) and node:
-        if node[0] == "t":
-            yield key, node[1]
-        else:
-            for name, child in children(node):
-                yield from leaf_keys(child, key if name is None else f"{key}.{name}" if key else name)
-
-
-_PAIRED = {"d": 1, "od": 1, "ct": 1, "dd": 2}
-_LISTED = {"l": 1, "u": 1, "dq": 2, "no": 2}
-_INSIDE = {"p": 3, "w": 2, "pk": 1, "bt": 1, "na": 1}
-
-
-def children(node: list[Any]) -> Iterator[tuple[str | None, Node]]:
-    """(name, node) of the nodes directly inside an array node; name None: it has its parent's name."""
-    tag = node[0]
-    if tag in _PAIRED:
-        first = _PAIRED[tag]
-        for index in range(first, len(node) - 1, 2):
-            yield key_text(node[index]), node[index + 1]
-    elif tag in _LISTED:
-        for index, child in enumerate(node[_LISTED[tag] :]):
-            yield str(index), child
-    elif tag in _INSIDE:
-        yield None, node[_INSIDE[tag]]
-    elif tag == "nt":
-        yield from zip(node[2].split(" "), node[3:], strict=False)
-    elif tag == "dc":
-        yield from zip(node[2::2], node[3::2], strict=True)
-    elif tag in ("st", "fs", "sl"):
-        for child in node[1:]:
-            yield None, child
-    elif tag == "en":
-        yield None, node[3]
-
-
-def key_text(node: Node) -> str:
-    """How a key looks in dotted names: like str() of the key that it stands for, for those that are usual."""
-    if isinstance(node, str):
-        return node
-    if node is None or isinstance(node, bool | int | float):
-        return str(node)
-    from stepwell.state.decode import decode_plain
-
-    return str(decode_plain(node))

@@ -9,6 +9,7 @@ cannot hide each other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stepwell.errors import CheckpointGone, ConfigError, StepwellError, TierError, TierUnavailable
 from stepwell.native import Region, Ticket
@@ -147,7 +150,15 @@ def perform(place: Place, scenario: Scenario, *, capacity_bytes: int | None = No
     asyncio.run(main())
     if open_files() != before:
         gc.collect()  # a loop's own descriptors may wait for it
-    assert open_files() == before
+    assert open_files() == before, describe_files()
+
+
+def describe_files() -> str:
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            links.append(f"{number}: " + os.readlink(f"/proc/self/fd/{number}"))
+    return "\n".join(links)
 
 
 def open_files() -> int:
@@ -184,6 +195,82 @@ CANCELLED = (
     Step("drop", lambda tier, reservation: tier.drop([CHECKPOINT])),
     Step("read", lambda tier, reservation: get(tier, SHARD, 9000, PAGE)),
     Step("lease", lambda tier, reservation: _lease_and_close(tier)),
+)
+
+
+@dataclass
+class Model:
+    """What a tier holds of one run, kept in the simplest way."""
+
+    run: str
+    reserved: dict[ShardKey, Reservation]
+    committed: dict[ShardKey, bytes]
+    written: dict[ShardKey, bytes]
+    manifests: set[CheckpointKey]
+
+    def shard(self, attempt: int, name: int) -> ShardKey:
+        return ShardKey(CheckpointKey(self.run, f"step-{attempt}"), f"{name}.safetensors")
+
+    async def put(self, tier: Tier, attempt: int, name: int, size: int) -> None:
+        shard = self.shard(attempt, name)
+        if shard in self.committed:
+            with pytest.raises(TierError):
+                await tier.reserve(shard, size)
+            return
+        self.written[shard] = data_of(size, attempt + 10 * name)
+        self.reserved[shard] = await put(tier, shard, self.written[shard], 8192)
+
+    async def commit(self, tier: Tier, attempt: int, name: int, size: int) -> None:
+        checkpoint = self.shard(attempt, name).checkpoint
+        shards = [each for shard, each in self.reserved.items() if shard.checkpoint == checkpoint]
+        manifest = RecordKey(self.run, f"{checkpoint.attempt}/manifest.json")
+        done = await tier.commit(manifest, b"{}", shards=shards)
+        assert done == (checkpoint not in self.manifests)
+        self.manifests.add(checkpoint)
+        if done:
+            for each in shards:
+                del self.reserved[each.shard]
+                self.committed[each.shard] = self.written[each.shard]
+
+    async def abort(self, tier: Tier, attempt: int, name: int, size: int) -> None:
+        reservation = self.reserved.pop(self.shard(attempt, name), None)
+        if reservation is not None:
+            await tier.abort(reservation)
+
+    async def drop(self, tier: Tier, attempt: int, name: int, size: int) -> None:
+        checkpoint = self.shard(attempt, name).checkpoint
+        await tier.drop([checkpoint])
+        self.manifests.discard(checkpoint)
+        for book in (self.reserved, self.committed):
+            for shard in [each for each in book if each.checkpoint == checkpoint]:
+                del book[shard]
+
+    async def drop_shard(self, tier: Tier, attempt: int, name: int, size: int) -> None:
+        shard = self.shard(attempt, name)
+        await tier.drop([shard])
+        self.reserved.pop(shard, None)
+        self.committed.pop(shard, None)
+
+    async def check(self, tier: Tier, place: Place) -> None:
+        there = {(attempt, name): size for attempt, name, size in await found(tier, self.run) if name}
+        wanted = {(shard.checkpoint.attempt, shard.name) for shard in (*self.reserved, *self.committed)}
+        assert set(there) == wanted | {(checkpoint.attempt, "manifest.json") for checkpoint in self.manifests}
+        for shard, data in self.committed.items():
+            assert there[shard.checkpoint.attempt, shard.name] == len(data)
+            assert place.peek(shard) == data
+        sizes = [each.size_bytes for each in self.reserved.values()]
+        assert tier.usage().in_flight_bytes == sum(sizes)
+        assert tier.usage().logical_bytes == sum(sizes) + sum(map(len, self.committed.values()))
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "put", "commit", "abort", "drop", "drop_shard"]),
+        st.integers(0, 1),
+        st.integers(0, 1),
+        st.sampled_from([0, 1, 4096, 5000, 20_000]),
+    ),
+    max_size=12,
 )
 
 
@@ -578,6 +665,25 @@ class TierContract:
         perform(place, first)
         perform(place, second)
 
+    def test_any_sequence_of_operations_agrees_with_the_model(self, place: Place) -> None:
+        number = 0
+
+        @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+        @given(OPERATIONS)
+        def agree(operations: list[tuple[str, int, int, int]]) -> None:
+            nonlocal number
+            number += 1
+            model = Model(f"run-{number}", {}, {}, {}, set())
+
+            async def scenario(tier: Tier) -> None:
+                for name, *arguments in operations:
+                    await getattr(model, name)(tier, *arguments)
+                    await model.check(tier, place)
+
+            perform(place, scenario)
+
+        agree()
+
     # -- wrong use, cancellation, end ----------------------------------------------------------------
 
     @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "nul\0", "x" * 256, "/etc"])
@@ -613,7 +719,10 @@ class TierContract:
                     break  # it went through: OTHER belongs to it now
                 if step.name == "drop":
                     break  # SHARD is not there any more
-                await tier.abort(reservation)
+                await tier.abort(reservation)  # waits for what goes on in the background
+                if place.peek_record(NEW_MANIFEST) is not None:
+                    assert place.peek(OTHER) == data_of(9000)
+                    break
 
         async def after(tier: Tier) -> None:
             if place.persistent:

@@ -21,6 +21,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 class FilePlace(Place):
     def __init__(self, root: Path, options: dict[str, Any]) -> None:
         self.root = root
@@ -33,7 +40,7 @@ class FilePlace(Place):
         return self.root / shard.checkpoint.run / shard.checkpoint.attempt / shard.name
 
     def peek(self, shard: ShardKey) -> bytes | None:
-        return self.path(shard).read_bytes() if self.path(shard).exists() else None
+        return content(self.path(shard))
 
     def poke(self, shard: ShardKey, data: bytes) -> None:
         with self.path(shard).open("r+b") as file:
@@ -43,8 +50,7 @@ class FilePlace(Place):
         self.path(shard).unlink()
 
     def peek_record(self, record: RecordKey) -> bytes | None:
-        path = self.root / record.run / record.name
-        return path.read_bytes() if path.exists() else None
+        return content(self.root / record.run / record.name)
 
     def reality(self, run: str) -> set[tuple[str, str, int]]:
         base = self.root / run

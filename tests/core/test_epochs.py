@@ -166,12 +166,12 @@ def test_closing_lets_the_next_writer_in_at_once() -> None:
         await tier.start()
         first = Writership("run", tier, JOB, clock)
         await first.acquire()
-        await first.publish_seen(["b", "a"])
         await first.close()
         second = Writership("run", tier, JOB, clock)
         assert await second.acquire() == 2
         assert clock.now == 0.0
-        data = await tier.fetch(RecordKey("run", epoch_file(1, "seen.json")))
+        await second.publish_seen(["b", "a"])
+        data = await tier.fetch(RecordKey("run", epoch_file(2, "seen.json")))
         assert data is not None and decode(data, Seen).attempts == ["a", "b"]
         await second.close()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
@@ -41,3 +44,20 @@ def disk(path: Path | str, **options: Any) -> FileTier:
 def tree(path: Path) -> set[str]:
     """Everything below a folder, by its relative name."""
     return {str(each.relative_to(path)) for each in path.rglob("*")}
+
+
+@contextmanager
+def small_disk(point: Path) -> Iterator[Path]:
+    """A file system of 4 MB at `point`; skips the test where mounting is refused."""
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "stepwell-test", str(point)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"no mount: {error}")
+    if mounted.returncode:
+        pytest.skip(f"mounting is refused: {mounted.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from stepwell.tiers._daemon import DaemonExecutor
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -23,6 +21,11 @@ def gate() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+def hang(started: threading.Event, gate: threading.Event) -> None:
+    started.set()
+    gate.wait()
 
 
 def test_results_and_errors_reach_the_future() -> None:
@@ -50,7 +53,7 @@ def test_threads_are_daemons_bounded_and_reused(gate: threading.Event) -> None:
 def test_a_pile_of_waiting_calls_is_refused(gate: threading.Event) -> None:
     started = threading.Event()
     executor = DaemonExecutor("t", 1, waiting_max=2)
-    executor.submit(lambda: (started.set(), gate.wait()))
+    executor.submit(hang, started, gate)
     assert started.wait(10)
     executor.submit(int)
     executor.submit(int)
@@ -74,7 +77,7 @@ def test_after_shutdown_it_refuses_and_ends_what_was_queued(gate: threading.Even
 def test_shutdown_can_cancel_what_waits(gate: threading.Event) -> None:
     started = threading.Event()
     executor = DaemonExecutor("t", 1)
-    running = executor.submit(lambda: (started.set(), gate.wait()))
+    running = executor.submit(hang, started, gate)
     assert started.wait(10)
     queued = executor.submit(int)
     executor.shutdown(wait=False, cancel_futures=True)
@@ -111,7 +114,7 @@ def test_at_least_one_thread() -> None:
 def test_a_forked_child_has_threads_of_its_own(gate: threading.Event) -> None:
     executor = DaemonExecutor("t", 1)
     started = threading.Event()
-    executor.submit(lambda: (started.set(), gate.wait()))
+    executor.submit(hang, started, gate)
     assert started.wait(10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
@@ -126,13 +129,13 @@ def test_a_forked_child_has_threads_of_its_own(gate: threading.Event) -> None:
 
 def test_a_hung_call_does_not_delay_exit() -> None:
     script = """
-import threading
-from stepwell.tiers._daemon import DaemonExecutor
+import runpy, sys, threading
+DaemonExecutor = runpy.run_path(sys.argv[1])["DaemonExecutor"]
 started = threading.Event()
 executor = DaemonExecutor("hung", 1)
 executor.submit(lambda: (started.set(), threading.Event().wait()))
 started.wait()
 executor.submit(int)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", script], timeout=60, env=environment).returncode == 0
+    command = [sys.executable, "-c", script, inspect.getfile(DaemonExecutor)]
+    assert subprocess.run(command, timeout=60).returncode == 0

@@ -1,0 +1,136 @@
+"""Checkpoints going down a chain of tiers: complete, partial, missing tiers, full disks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import stepwell
+from stepwell.errors import NoGoodCheckpoint, SaveFailed, TierFull, TierUnavailable
+from stepwell.tiers.base import Tier
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.memory import MemoryTier
+
+
+def state(value: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {"w": torch.full((400_000,), value)}, "optimizer": {"m": torch.full((400_000,), -value)}}
+
+
+def chain(tmp_path: Path) -> list[Tier]:
+    return [MemoryTier(), FileTier(tmp_path, name="disk")]
+
+
+def test_a_save_ends_on_every_tier(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=chain(tmp_path)) as store:
+        save = store.save(1, state())
+        save.wait("memory")
+        save.wait("disk")
+        newest = store.latest()
+        assert newest is not None and newest.tiers == ("memory", "disk") == newest.complete_on
+    assert torch.equal(stepwell.load(tmp_path / "run", part="model")["w"], state()["model"]["w"])
+
+
+def test_wait_without_a_tier_means_the_first_that_survives_a_reboot(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=chain(tmp_path)) as store:
+        save = store.save(1, state())
+        save.wait()
+        assert "disk" in save.report().tier_seconds
+        save.wait(survives="process")
+        with pytest.raises(stepwell.ConfigError, match="node-loss"):
+            save.wait(survives="node-loss")
+
+
+def test_restore_reads_from_the_nearest_tier(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=chain(tmp_path)) as store:
+        store.save(1, state()).wait("disk")
+        found = store.restore(state(0))
+        assert found is not None and list(found.sources) == ["memory"]
+    with stepwell.open(run="run", tiers=chain(tmp_path)) as store:  # a new, empty memory tier
+        found = store.restore(state(0))
+        assert found is not None and list(found.sources) == ["disk"]
+
+
+def test_a_partial_copy_holds_some_parts_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "near").mkdir()
+    near, far = FileTier(tmp_path / "near", name="near"), FileTier(tmp_path, name="far")
+    with stepwell.open(run="run", tiers=[near]) as store:
+        store.save(1, state()).wait()
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far]) as store:
+        store.flush(1, "far", parts=["model"])
+        newest = store.latest()
+        assert newest is not None and newest.tiers == ("near", "far") and newest.complete_on == ("near",)
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path, name="far")], mode="r") as store:
+        only = {"model": state(0)["model"]}
+        found = store.restore(only)
+        assert found is not None and torch.equal(only["model"]["w"], state()["model"]["w"])
+        with pytest.raises((NoGoodCheckpoint, stepwell.StepwellError), match="optimizer"):
+            store.restore(state(0))
+
+
+class Away(MemoryTier):
+    """A tier that does not answer."""
+
+    away = True
+
+    async def start(self) -> None:
+        return
+
+    def scan(self, run: str):  # type: ignore[no-untyped-def, override]
+        if self.away:
+            raise TierUnavailable("no answer", tier=self.info.name)
+        return super().scan(run)
+
+
+def test_nothing_found_is_not_nothing_there_while_a_tier_is_away(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=[MemoryTier(name="near"), Away(name="far")], mode="r") as store:
+        with pytest.raises(TierUnavailable, match="far: no answer"):
+            store.restore(state(0))
+
+
+def test_what_is_found_is_restored_although_a_tier_is_away(tmp_path: Path) -> None:
+    near = MemoryTier(name="near")
+    far = Away(name="far")
+    far.away = False
+    with stepwell.open(run="run", tiers=[near, far]) as store:
+        store.save(1, state()).wait("far")
+        far.away = True
+        found = store.restore(state(0))
+        assert found is not None and found.step == 1
+        far.away = False
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_keeps_the_older_checkpoint_and_saving_goes_on(small_disk: Path) -> None:
+    """Case C10."""
+    ballast = small_disk / "ballast"
+    with stepwell.open(small_disk / "run") as store:
+        store.save(1, {"w": torch.ones(5_000_000)}).wait()
+        ballast.write_bytes(bytes(40 << 20))
+        before = os.statvfs(small_disk).f_bavail
+        with pytest.raises(SaveFailed) as caught:
+            store.save(2, {"w": torch.ones(20_000_000)}).wait()
+        assert isinstance(caught.value.__cause__, TierFull)
+        text = str(caught.value)
+        assert "disk" in text and "80" in text.replace("_", "") and "free" in text
+        assert os.statvfs(small_disk).f_bavail == before
+        assert [c.step for c in store.checkpoints()] == [1] and store.debris() == []
+        ballast.unlink()
+        store.save(3, {"w": torch.ones(5_000_000)}).wait()
+        assert [c.step for c in store.checkpoints()] == [1, 3]

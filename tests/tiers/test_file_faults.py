@@ -1,0 +1,370 @@
+"""The file driver where the system does not play along: no direct I/O, no links, failing and hung calls."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.errors import TierError, TierUnavailable
+from stepwell.native import Ticket
+from stepwell.tiers import _files, _folders, _records, file
+from stepwell.tiers._probe import O_DIRECT
+from stepwell.tiers.base import ChunkIO, RecordKey, Reservation
+from stepwell.tiers.file import FileTier
+from tests.contract.suite import (
+    CHECKPOINT,
+    LENGTHS,
+    MANIFEST,
+    NEW,
+    OTHER,
+    SHARD,
+    Memory,
+    chunks_of,
+    data_of,
+    found,
+    get,
+    open_files,
+    put,
+    save,
+)
+from tests.tiers.helpers import disk, on, started, tree
+
+RECORD = RecordKey("run", "epochs/0000001.json")
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    def refuse(*arguments: object, **options: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+# -- direct I/O ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", LENGTHS)
+def test_a_file_that_refuses_direct_writes_at_the_first_write(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe passed, this file's first write does not: it is written buffered, and `detail` says so."""
+
+    async def scenario(tier: FileTier) -> None:
+        tier._medium.direct_write = True
+        monkeypatch.setattr(os, "pwrite", refusing(errno.EINVAL))
+        await save(tier, SHARD, data_of(size))
+        assert ("direct write refused" in tier.info.detail.get("buffered", "")) == (size > 0)
+
+    on(disk(tmp_path), scenario)
+    assert (tmp_path / "run" / CHECKPOINT.attempt / SHARD.name).read_bytes() == data_of(size)
+
+
+@pytest.mark.parametrize("size", LENGTHS)
+def test_a_file_that_refuses_direct_io_in_the_middle(tmp_path: Path, size: int) -> None:
+    """Each chunk that comes back with EINVAL is moved again without O_DIRECT, and the file stays buffered."""
+
+    async def scenario(tier: FileTier) -> None:
+        medium = tier._medium
+        if not (medium.direct_write and medium.direct_read):
+            pytest.skip("no direct I/O here")
+        real, refused = medium._run, 0
+
+        async def run(jobs: list[Any]) -> list[int]:
+            nonlocal refused
+            refused += sum(job.direct for job in jobs)
+            results = iter(await real([job for job in jobs if not job.direct]))
+            return [-errno.EINVAL if job.direct else next(results) for job in jobs]
+
+        medium._run = run  # type: ignore[method-assign]
+        await save(tier, SHARD, data_of(size))
+        assert await get(tier, SHARD, size) == data_of(size)
+        assert refused == 2 * len(chunks_of(SHARD, size, Memory(size)))
+
+    on(disk(tmp_path), scenario)
+    assert (tmp_path / "run" / CHECKPOINT.attempt / SHARD.name).read_bytes() == data_of(size)
+
+
+def test_a_root_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", refusing(errno.EINVAL))
+
+    async def scenario(tier: FileTier) -> None:
+        assert tier.info.detail["writing"] == "buffered" and "EINVAL" in tier.info.detail["access"]
+        await save(tier, SHARD, data_of(5000))
+        assert await get(tier, SHARD, 5000) == data_of(5000)
+
+    on(disk(tmp_path), scenario)
+
+
+def test_direct_io_is_used_where_it_works(tmp_path: Path) -> None:
+    async def scenario(tier: FileTier) -> None:
+        reservation = await tier.reserve(SHARD, 5000)
+        assert isinstance(reservation, Reservation)
+        if tier.info.detail["writing"] == "direct":
+            fdinfo = Path(f"/proc/self/fdinfo/{tier._writers.files[SHARD].fd}").read_text()
+            flags = next(line for line in fdinfo.splitlines() if line.startswith("flags"))
+            assert int(flags.split()[1], 8) & O_DIRECT
+
+    on(disk(tmp_path), scenario)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_errors_of_the_medium_have_errno_path_and_offset(tmp_path: Path, number: int) -> None:
+    async def scenario(tier: FileTier) -> None:
+        await save(tier, SHARD, data_of(5000))
+        assert isinstance(await tier.reserve(OTHER, 5000), Reservation)
+        memory = Memory(5000)
+        for engine, move, shard in (
+            (tier._medium.reader, tier.read, SHARD),
+            (tier._medium.writer, tier.write, OTHER),
+        ):
+            engine.engine.inject_faults(every=1, error=number)
+            [result] = await move([ChunkIO(shard, 4096, 900, memory.address)])
+            assert isinstance(result.error, TierError) and result.error.errno == number
+            assert isinstance(result.error, TierUnavailable) == (number == errno.ESTALE)
+            assert result.error.where["offset"] == 4096 and shard.name in str(result.error.where["path"])
+
+    on(disk(tmp_path), scenario)
+
+
+# -- records -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["rename", "claim"])
+def linkless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A file system without hard links, or even without RENAME_NOREPLACE."""
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
+    if request.param == "claim":
+        monkeypatch.setattr(_records, "rename_noreplace", refusing(errno.EINVAL))
+    yield
+
+
+@pytest.mark.usefixtures("linkless")
+def test_records_without_hard_links(tmp_path: Path) -> None:
+    async def scenario(tier: FileTier) -> None:
+        texts = [b"%d" % number for number in range(8)]
+        won = await asyncio.gather(*(tier.commit(RECORD, text) for text in texts))
+        assert won.count(True) == 1 and await tier.fetch(RECORD) == texts[won.index(True)]
+        assert not await tier.commit(RECORD, b"late")
+
+    on(disk(tmp_path), scenario)
+    assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
+
+
+def test_two_drivers_and_one_record(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with started(disk(tmp_path)) as first, started(disk(tmp_path)) as second:
+            for number in range(10):
+                record = RecordKey("run", f"epochs/{number}.json")
+                won = await asyncio.gather(first.commit(record, b"first"), second.commit(record, b"second"))
+                assert sorted(won) == [False, True]
+                assert await first.fetch(record) == (b"first" if won[0] else b"second")
+
+    asyncio.run(main())
+
+
+def test_the_claim_of_a_dead_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
+    monkeypatch.setattr(_records, "rename_noreplace", refusing(errno.ENOSYS))
+    monkeypatch.setattr(_records, "CLAIM_WAIT_S", 0.01)
+    claim = tmp_path / "run" / "epochs" / ".0000001.json.claim"
+    claim.parent.mkdir(parents=True)
+    claim.write_bytes(b"")
+
+    async def scenario(tier: FileTier) -> None:
+        with pytest.raises(TierError, match="claimed"):
+            await tier.commit(RECORD, b"x")
+        assert await tier.fetch(RECORD) is None
+        long_ago = claim.stat().st_mtime - _records.CLAIM_STALE_S - 1
+        os.utime(claim, (long_ago, long_ago))
+        assert await tier.commit(RECORD, b"x")
+        assert await tier.fetch(RECORD) == b"x"
+
+    on(disk(tmp_path), scenario)
+    assert not claim.exists()
+
+
+def test_a_lost_answer_to_a_link_is_not_taken_for_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS the repeated call finds the file that the first one made."""
+    real = os.link
+
+    def link(source: str, target: str) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+
+    monkeypatch.setattr(os, "link", link)
+    assert on(disk(tmp_path), lambda tier: tier.commit(RECORD, b"x")) is True
+
+
+@pytest.mark.parametrize("call", ["fsync", "link"])
+def test_a_record_is_whole_or_not_there(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: FileTier) -> None:
+        (tmp_path / "run" / "epochs").mkdir(parents=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refusing(errno.EIO))
+            with pytest.raises(TierError) as caught:
+                await tier.commit(RECORD, b"x" * 10_000)
+        assert caught.value.errno == errno.EIO and await tier.fetch(RECORD) is None
+        assert await tier.commit(RECORD, b"whole")
+
+    on(disk(tmp_path), scenario)
+    assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
+
+
+def test_a_record_whose_folder_cannot_be_synced_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: FileTier) -> None:
+        reservation = await put(tier, SHARD, data_of(10))
+        with monkeypatch.context() as patch:
+            patch.setattr(_records, "sync_folder", refusing(errno.EIO))
+            with pytest.raises(TierError):
+                await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        assert await tier.fetch(MANIFEST) is None
+        await tier.abort(reservation)  # would tear a checkpoint whose manifest had stayed
+        assert await found(tier) == set()
+
+    on(disk(tmp_path), scenario)
+
+
+def test_a_torn_beat_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: FileTier) -> None:
+        await tier.beat(RECORD, b"old")
+        monkeypatch.setattr(os, "rename", refusing(errno.EIO))
+        with pytest.raises(TierError):
+            await tier.beat(RECORD, b"new")
+        assert await tier.fetch(RECORD) == b"old"
+
+    on(disk(tmp_path), scenario)
+    assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
+
+
+def test_folders_are_durable_before_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = _folders.sync_folder
+
+    def sync(path: str) -> None:
+        synced.append(os.path.relpath(path, tmp_path))
+        real(path)
+
+    monkeypatch.setattr(_folders, "sync_folder", sync)
+    monkeypatch.setattr(_records, "sync_folder", sync)
+
+    async def scenario(tier: FileTier) -> None:
+        assert synced == ["."]
+        reservation = await put(tier, SHARD, data_of(10))
+        assert synced[1:] == ["root", "root/run"]
+        await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        attempt = f"root/run/{CHECKPOINT.attempt}"
+        assert synced[3:] == [attempt, attempt]  # for the shard, then for the manifest
+
+    on(disk(tmp_path / "root"), scenario)
+
+
+def test_a_drop_deletes_the_manifest_durably_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    real_unlink, real_fsync = os.unlink, os.fsync
+
+    def unlink(path: str, **options: Any) -> None:
+        steps.append(os.path.basename(path))
+        real_unlink(path, **options)
+
+    def fsync(descriptor: int) -> None:
+        steps.append("fsync")
+        real_fsync(descriptor)
+
+    async def scenario(tier: FileTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        monkeypatch.setattr(os, "unlink", unlink)
+        monkeypatch.setattr(os, "fsync", fsync)
+        await tier.drop([CHECKPOINT])
+        assert steps == ["manifest.json", "fsync", SHARD.name]
+
+    on(disk(tmp_path), scenario)
+
+
+# -- hung and failing calls ----------------------------------------------------------------------------
+
+
+def test_another_ranks_abort_may_remove_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = _folders.make_folders, 0
+
+    def make_folders(root: str, path: str) -> None:
+        nonlocal calls
+        calls += 1
+        real(root, path)
+        if calls < 3:
+            os.rmdir(path)
+
+    monkeypatch.setattr(_files, "make_folders", make_folders)
+    on(disk(tmp_path), lambda tier: save(tier, SHARD, data_of(10)))
+    assert calls == 3
+
+
+def test_a_hung_path_delays_neither_its_caller_nor_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "CLOSE_S", 0.01)
+    gate, hung = threading.Event(), threading.Event()
+    before = open_files()
+
+    def create(*arguments: object) -> tuple[int, bool]:
+        hung.set()
+        gate.wait()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async def scenario(tier: FileTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        monkeypatch.setattr(_files, "create", create)
+        reserving = asyncio.ensure_future(tier.reserve(NEW, 10))
+        await asyncio.to_thread(hung.wait)
+        assert await get(tier, SHARD, 10) == data_of(10)  # other calls go on
+        reserving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reserving
+
+    on(disk(tmp_path), scenario)
+    gate.set()
+    assert open_files() == before
+
+
+def test_a_path_that_lets_calls_pile_up_is_unavailable(tmp_path: Path) -> None:
+    async def scenario(tier: FileTier) -> None:
+        tier._calls.executor.waiting_max = 0
+        for call in (tier.fetch(RECORD), tier.commit(RECORD, b""), tier.reserve(SHARD, 1), tier.lease([SHARD])):
+            with pytest.raises(TierUnavailable, match="does not answer"):
+                await call
+
+    on(disk(tmp_path), scenario)
+
+
+def test_a_write_that_close_overtakes_fails_by_name(tmp_path: Path) -> None:
+    async def scenario(tier: FileTier) -> None:
+        assert isinstance(await tier.reserve(SHARD, 10), Reservation)
+        await tier._medium.close(1.0)
+        memory, signal = Memory(10), Ticket()
+        [result] = await tier.write([ChunkIO(SHARD, 0, 10, memory.address, None, signal)])
+        assert isinstance(result.error, TierError) and result.error.errno == errno.ECANCELED
+        assert signal.state == "failed"
+
+    on(disk(tmp_path), scenario)
+
+
+def test_no_descriptors_leak_when_things_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: FileTier) -> None:
+        before = open_files()
+        for name, where in (("sync_folder", _folders), ("make_folders", _files), ("set_direct", _files)):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, refusing(errno.EIO))
+                with pytest.raises(TierError):
+                    await tier.reserve(SHARD, 10)
+        (tmp_path / "run" / CHECKPOINT.attempt / SHARD.name).mkdir(parents=True)
+        with pytest.raises(TierError):
+            await tier.reserve(SHARD, 10)
+        assert tier.usage().in_flight_bytes == 0
+        assert open_files() == before
+
+    on(disk(tmp_path), scenario)
