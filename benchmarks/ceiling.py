@@ -31,7 +31,6 @@ from benchmarks import fio, peers, report
 from benchmarks.slice_read import measure_slice
 
 SPREAD_MAX = 1.25  # fio runs around a product run may differ by this factor
-REPEATS_MAX = 2  # rounds may be repeated, up to this many times the rounds asked for
 PHASES: dict[str, fio.Kind] = {"save": "write", "restore": "read"}
 SETTINGS = {"write": fio.WRITE_SETTINGS, "read": fio.READ_SETTINGS}
 Record = dict[str, Any]
@@ -100,14 +99,14 @@ class Product:
 
 
 def rounds(
-    phase: str, wanted: int, run_fio: Callable[[], Record], run_product: Callable[[], Record]
+    phase: str, wanted: int, repeats: int, run_fio: Callable[[], Record], run_product: Callable[[], Record]
 ) -> Iterator[Record]:
-    """Rounds until `wanted` of them are calm, or too many had to be repeated. Of each: figures and what they are of.
+    """Rounds until `wanted` are calm, or `repeats` times as many had to be repeated. Of each: figures and their runs.
 
     fio, product, fio, control (fio again), fio: the middle run belongs to both.
     """
     calm = 0
-    for number in range(1, wanted * (1 + REPEATS_MAX) + 1):
+    for number in range(1, wanted * (1 + repeats) + 1):
         before, product, between, control, after = run_fio(), run_product(), run_fio(), run_fio(), run_fio()
         record: Record = {"round": number, "phase": phase, "product": product}
         for name, middle, around in (("ratio", product, (before, between)), ("control", control, (between, after))):
@@ -139,7 +138,7 @@ def measure_workload(
 
             if phase == "restore":
                 fio.make_file(disk, size)
-            for record in rounds(phase, args.rounds, run_fio, run_product):
+            for record in rounds(phase, args.rounds, args.repeats, run_fio, run_product):
                 emit({"workload": name, "setting": str(settings[kind]), **record})
             fio.clear(disk)
 
@@ -166,6 +165,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--workloads", nargs="+", default=["llm-2g", "small-storm"])
     add("--phases", nargs="+", choices=list(PHASES), default=list(PHASES))
     add("--rounds", type=int, default=15, help="calm rounds a workload and phase (15)")
+    add("--repeats", type=int, default=2, help="repeat at most so many times the rounds, where fio is not calm (2)")
     add("--pilots", type=int, default=9, help="pilot rounds to choose the fio settings (9)")
     add("--pilot-mib", type=int, default=2048, help="bytes of a pilot run (2048 MiB)")
     add("--settings", type=int, help="try only so many fio settings")

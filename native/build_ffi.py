@@ -39,6 +39,7 @@ def builder() -> FFI:
     archive = liburing()
     if archive is None:
         print("stepwell: liburing-dev not found; the engine will use threads only")
+    # -Wno-unused-parameter: the code that cffi makes has many
     flags = ["-std=c11", "-O3", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden", "-pthread"]
     if os.environ.get("STEPWELL_WERROR") == "1":
         flags.append("-Werror")

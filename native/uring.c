@@ -99,8 +99,6 @@ static void prepare(sw_engine *engine, sw_request *request)
         io_uring_prep_write_fixed(sqe, job->fd, memory, (unsigned)bytes, offset, index);
     else
         io_uring_prep_write(sqe, job->fd, memory, (unsigned)bytes, offset);
-    if (job->op <= SW_WRITE && !(job->flags & SW_DIRECT)) /* else this one thread would copy the page cache alone */
-        io_uring_sqe_set_flags(sqe, IOSQE_ASYNC);
     io_uring_sqe_set_data(sqe, request);
 }
 

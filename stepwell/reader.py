@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
 from stepwell.errors import CheckpointGone, CorruptData, StepwellError, WorldChanged
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
-from stepwell.format.safetensors import Header, TensorEntry, parse_header
+from stepwell.format.safetensors import Header, parse_header
 from stepwell.mover import Crcs, Healing, Mover
 from stepwell.ranges import Array, piece_map, plan_reads
 from stepwell.state import Fill
@@ -203,30 +202,32 @@ async def fill(mover: Mover, opened: OpenShards, fills: Sequence[Fill]) -> None:
     Raises CorruptData naming file, keys and step if a block is good on no tier; tensors filled before that
     keep what they got.
     """
-    by_shard: list[tuple[OpenShard, list[tuple[TensorEntry, torch.Tensor]]]] = []
-    left = {f.label: f.tensor for f in fills}
-    for shard in opened.shards:
-        entries = shard.header.entries
-        here = [(entries[label], left[label]) for label in left.keys() & entries.keys()]
-        for entry, tensor in here:
-            del left[entry.label]
-            if tensor.nbytes != entry.end - entry.begin:
-                raise CorruptData(
-                    "the record and the shard disagree on a tensor's size", key=entry.label, path=str(shard.key)
-                )
-        if here:
-            by_shard.append((shard, here))
-    if left:
-        raise CorruptData(
-            f"{len(left)} tensors of the record are in no shard, among them {min(left)!r}", step=opened.step
-        )
+    labels = [f.label for f in fills]
+    tensors = [f.tensor for f in fills]
+    left = len(labels)
     work = []
-    for shard, here in by_shard:
-        starts = np.array([entry.begin for entry, _ in here], np.uint64)
-        lengths = np.array([entry.end - entry.begin for entry, _ in here], np.uint64)
-        addresses = np.array([tensor.data_ptr() for _, tensor in here], np.uint64)
-        work.append(fill_runs(mover, opened, shard, starts, lengths, addresses, [tensor for _, tensor in here]))
-    for result in await asyncio.gather(*work, return_exceptions=True):
+    for shard in opened.shards:
+        known = shard.header.entries
+        here = [i for i, label in enumerate(labels) if label in known]
+        if not here:
+            continue
+        left -= len(here)
+        entries = [known[labels[i]] for i in here]
+        targets = [tensors[i] for i in here]
+        starts = np.array([entry.begin for entry in entries], np.uint64)
+        lengths = np.array([entry.end for entry in entries], np.uint64) - starts
+        sizes = np.array([tensor.nbytes for tensor in targets], np.uint64)
+        for i in np.flatnonzero(sizes != lengths)[:1]:
+            raise CorruptData(
+                "the record and the shard disagree on a tensor's size", key=entries[i].label, path=str(shard.key)
+            )
+        addresses = np.array([tensor.data_ptr() for tensor in targets], np.uint64)
+        work.append((shard, starts, lengths, addresses, targets))
+    if left:
+        known_labels = {label for shard in opened.shards for label in shard.header.entries}
+        absent = min(label for label in labels if label not in known_labels)
+        raise CorruptData(f"{left} tensors of the record are in no shard, among them {absent!r}", step=opened.step)
+    for result in await asyncio.gather(*(fill_runs(mover, opened, *one) for one in work), return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
 

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.fio import drop_caches
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULT_FOLDER = ROOT.parent / "shared" / "peers"
@@ -34,6 +36,7 @@ def harness() -> ModuleType:
     sys.path[:] = [str(folder), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
     run = importlib.import_module("run")
     run.HERE = HERE  # type: ignore[attr-defined]  # a worker is `HERE / "run.py"`, and must know stepwell, too
+    run.drop_caches = drop_caches  # type: ignore[attr-defined]  # ours can be told not to
     adapter = importlib.import_module("benchmarks.peers.adapter")
     importlib.import_module("peers").register(adapter.Stepwell)
     return run

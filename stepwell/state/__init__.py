@@ -1,6 +1,7 @@
 """State and shards: what a training job holds, as safetensors files and back."""
 
-from stepwell.state import modules as _modules  # noqa: F401  registers providers
+from stepwell.state import distributed as _distributed  # noqa: F401  registers providers, as the next three do
+from stepwell.state import modules as _modules  # noqa: F401
 from stepwell.state import optim as _optim  # noqa: F401
 from stepwell.state import quantised as _quantised  # noqa: F401
 from stepwell.state.assign import assign

@@ -112,6 +112,9 @@ def _group(
     places: dict[int, Place],
     groups: list[int],
 ) -> None:
+    members = [index for index in members if is_writable(tensors[index].shape, tensors[index].stride())]
+    if len(members) < 2:
+        return
     base = min(int(begins[index]) for index in members)
     size = max(int(begins[index]) + int(extents[index]) for index in members) - base
     held = sum(tensors[index].nbytes for index in members)
@@ -133,6 +136,17 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
         if stride != expected:
             return False
         expected *= size
+    return True
+
+
+def is_writable(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """No two elements share memory: each stride leaps over all that smaller strides reach. (Views for which that
+    rule is too strict exist; they only lose their sharing.)"""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
+        if stride <= reach:
+            return False
+        reach += (size - 1) * stride
     return True
 
 

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stepwell.errors import KeyMismatch
+from stepwell.errors import KeyMismatch, StateError
 from stepwell.format.collecting import paused
 from stepwell.state.decode import Decoder, decode_key
-from stepwell.state.match import Finisher, Matcher, Report
+from stepwell.state.match import Finisher, Matcher
 from stepwell.state.names import KeyFilter, Rename, renamer
 from stepwell.state.placement import Placement, Tensors
+from stepwell.state.report import Report
 from stepwell.state.skeleton import Skeleton, part_names, read_skeleton
 
 #: keys shown of each kind in a message; the error's lists have them all
@@ -36,6 +37,8 @@ def assign(
     Raises KeyMismatch, with every difference, before anything is changed; without `strict` the differences are
     in the placement, and it raises only where nothing at all matches.
     """
+    if not isinstance(state, Mapping):
+        raise StateError(f"The state is a {type(state).__qualname__}", todo="Give a dict: part name -> value")
     with paused():
         return _assign(read_skeleton(skeleton), state, strict, renamer(rename), allow_pickle, KeyFilter(keys))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepwell.errors import StateError
 from stepwell.format.collecting import paused
 from stepwell.state.alias import NO_ALIASES, Array, extent_bytes, find_aliases
 from stepwell.state.dtypes import QUANTISED
@@ -75,6 +76,8 @@ def capture(
     Raises StateError, naming the key, if anything in it cannot be saved. plans: keeps the plan for the next
     capture of the same structure.
     """
+    if not isinstance(state, Mapping):
+        raise StateError(f"The state is a {type(state).__qualname__}", todo="Give a dict: part name -> value")
     with paused():
         return _capture(state, rank, world, plans if plans is not None else PlanCache(), header_split_bytes)
 
@@ -113,7 +116,7 @@ def _walk(state: Mapping[Any, Any], *, careful: bool) -> tuple[Encoder, list[Any
     spans: list[Span] = []
     for part, (key, value) in zip(part_names(state), state.items(), strict=True):
         first = len(encoder.tensors)
-        tree += encoder.encode(key, part), encoder.encode(value, part)
+        tree += encoder.encode_key(key, part), encoder.encode(value, part)
         spans.append(Span(part, first, len(encoder.tensors)))
     return encoder, tree, spans
 

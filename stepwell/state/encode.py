@@ -62,6 +62,14 @@ class Encoder:
             return self._other(value, kind, name)
         return self._nested(encoder, value, name)
 
+    def encode_key(self, key: Any, name: str) -> Node:
+        """The node of a dict's key; StateError for keys that are not plain values."""
+        count = len(self.tensors)
+        node = self.encode(key, name)
+        if len(self.tensors) != count:
+            raise StateError(f"A key of type {type(key).__qualname__} cannot be saved", key=name)
+        return node
+
     def _nested(self, encoder: Any, value: Any, name: str) -> Node:
         identity = id(value)
         if identity in self._active:
@@ -107,11 +115,7 @@ class Encoder:
         out: list[Node] = []
         for key, item in value.items():
             inner = join(name, key)
-            count = len(self.tensors)
-            out.append(self.encode(key, inner))
-            if len(self.tensors) != count:
-                raise StateError(f"A key of type {type(key).__qualname__} cannot be saved", key=inner)
-            out.append(self.encode(item, inner))
+            out += self.encode_key(key, inner), self.encode(item, inner)
         return out
 
     def _items(self, value: Any, name: str) -> list[Node]:

@@ -7,7 +7,7 @@ bytes are there, brings the live value up to date and returns what should stand 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,46 +15,16 @@ import torch
 
 from stepwell.state.decode import Decoder
 from stepwell.state.encode import join, tensor_over
+from stepwell.state.live import flat_slots, has_array, is_plain, real_instead, replaced
 from stepwell.state.names import KeyFilter
-from stepwell.state.nodes import describe, flat_nodes, is_plain_node, leaf_keys, mapping_of, unwrapped
+from stepwell.state.nodes import describe, flat_nodes, is_leaf, is_plain_node, leaf_keys, mapping_of, unwrapped
 from stepwell.state.placement import Tensors
 from stepwell.state.providers import Context, PerRank, Replicated, provider_for
+from stepwell.state.report import Report
 from stepwell.state.values import Node, numpy_dtype
 
 Finisher = Callable[[], Any]
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-@dataclasses.dataclass
-class Report:
-    """The differences of one part."""
-
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
-    mismatched: dict[str, str] = dataclasses.field(default_factory=dict)  # key -> why
-    cast: list[str] = dataclasses.field(default_factory=list)
-    matched: int = 0  # tensors that fit
-    maybe_missing: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
-    targets: list[torch.Tensor] = dataclasses.field(default_factory=list)  # those that fit
-
-    def settle(self) -> None:
-        """A tensor that was not saved is not missing if it is the memory of one that was (a tie)."""
-        if not self.maybe_missing:
-            return
-        filled = {(_address(tensor), tensor.shape) for tensor in self.targets}
-        identities = {id(tensor) for tensor in self.targets}
-        for name, tensor in self.maybe_missing:
-            here = id(tensor) in identities or (_address(tensor) and (_address(tensor), tensor.shape) in filled)
-            if not here:
-                self.missing.append(name)
-        self.maybe_missing.clear()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
 
 
 class Matcher:
@@ -146,7 +116,9 @@ class Matcher:
                 return self._provided(provider, node, target, name)
         if target.is_quantized and type(node) is list and node[0] == "p":
             return self.build(node, name)
-        if type(node) is not list or node[0] != "t":
+        if type(node) is list and node[0] == "p" and is_leaf(unwrapped(node)):
+            node = unwrapped(node)
+        if not is_leaf(node):
             return self.keep(node, target, name, f"saved {describe(node)}, here a tensor")
         index = node[1]
         why = self.tensors.fit(index, target)
@@ -200,7 +172,7 @@ class Matcher:
                 saved[new] = child
         todo: list[Finisher] = []
         seen: set[str] = set()
-        for inner, container, key in _flat_slots(target, name):
+        for inner, container, key in flat_slots(target, name):
             value = container[key]
             if inner in saved:
                 seen.add(inner)
@@ -261,7 +233,7 @@ class Matcher:
         """Plain values are replaced as a whole, except where arrays can be filled one by one."""
         if not (is_plain_node(node) and is_plain(target)):
             return False
-        if not _has_array(target):
+        if not has_array(target):
             return True
         if isinstance(target, dict):
             return (mapping_of(node) or {}).keys() != target.keys()
@@ -364,57 +336,3 @@ def _dict_finisher(target: dict[Any, Any], todo: list[tuple[Any, Finisher]]) -> 
         return target
 
     return finish
-
-
-def real_instead(value: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """The tensor that takes the place of one without data."""
-    plain = value.detach().to(meta.dtype)
-    if isinstance(meta, torch.nn.Parameter):
-        return torch.nn.Parameter(plain, requires_grad=meta.requires_grad)
-    return plain.requires_grad_(meta.requires_grad) if meta.requires_grad else plain
-
-
-def _flat_slots(target: dict[Any, Any], name: str) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    for key, value in target.items():
-        if isinstance(value, dict) and value:
-            yield from _flat_slots(value, join(name, key))
-        else:
-            yield join(name, key), target, key
-
-
-def is_plain(value: Any) -> bool:
-    """There is no tensor and no object inside."""
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(is_plain, value))
-    if isinstance(value, torch.Tensor | Replicated | PerRank):
-        return False
-    return value is None or provider_for(type(value)) is None
-
-
-def _has_array(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return True
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(map(_has_array, items))
-
-
-def replaced(target: Any, value: Any) -> Any:
-    """`value`, in the same dicts and lists as `target` as far as they are of the same type."""
-    if type(target) is not type(value):
-        return value
-    if isinstance(target, dict):
-        entries = {key: replaced(target[key], item) if key in target else item for key, item in value.items()}
-        target.clear()
-        target.update(entries)
-        return target
-    if isinstance(target, list):
-        both = len(target)
-        target[:] = [replaced(target[at], item) if at < both else item for at, item in enumerate(value)]
-        return target
-    if isinstance(target, np.ndarray) and (target.shape, target.dtype) == (value.shape, value.dtype):
-        if target.flags.writeable:
-            target[...] = value
-            return target
-    return value

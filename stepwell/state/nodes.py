@@ -28,7 +28,7 @@ _LENGTHS: dict[str, tuple[int, int | None]] = {
     "dc": (2, None),
     "en": (4, 4),
 }
-_TEXTS = {"p": (1, 2), "w": (1,), "pk": (2,), "bt": (2,), "na": (2, 3), "nt": (1, 2), "dc": (1,)}
+_TEXTS = {"p": (1, 2), "w": (1,), "pk": (2,), "bt": (2,), "na": (2, 3), "nt": (1, 2), "dc": (1,), "en": (1,)}
 _LEAVES = {"pk": 1, "bt": 1, "na": 1}
 _TAGS = {*_LENGTHS, *PAIRED, *_LISTED, *DECODERS, "st", "fs", "sl"}
 

@@ -21,7 +21,7 @@ import torch
 
 from stepwell.errors import FormatError
 from stepwell.format.safetensors import TensorEntry
-from stepwell.state.alias import extent_bytes, is_dense
+from stepwell.state.alias import extent_bytes, is_dense, is_writable
 from stepwell.state.dtypes import DTYPE, NAME, loaded_as, nbytes, stored_as
 from stepwell.state.nodes import check_node, leaf_keys
 from stepwell.state.values import Node
@@ -163,6 +163,8 @@ def _check_sharing(leaves: Sequence[Leaf], groups: Sequence[int]) -> None:
                 raise ValueError(f"impossible place of {leaf.label!r}")
             if offset + extent_bytes(leaf.shape, strides, leaf.dtype.itemsize) > groups[group]:
                 raise ValueError(f"{leaf.label!r} reaches out of its buffer")
+            if not is_writable(leaf.shape, strides):
+                raise ValueError(f"{leaf.label!r} overlaps itself")
             held[group] += nbytes(leaf.dtype, leaf.shape)
     for size, members in zip(groups, held, strict=True):
         if not 0 < size <= 2 * members + (1 << 21):

@@ -65,7 +65,7 @@ METADATA = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
 
 
 @given(tensors=TENSORS, metadata=METADATA)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, derandomize=True, max_examples=80)
 def test_the_reference_library_reads_our_files(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     arrays = {name: np.ones(shape, DTYPES[dtype]) for name, (dtype, shape) in tensors.items()}
     ordered = sorted(tensors, key=lambda name: -arrays[name].itemsize)
@@ -82,7 +82,7 @@ def test_the_reference_library_reads_our_files(tensors: dict[str, Any], metadata
 
 
 @given(tensors=TENSORS, metadata=METADATA)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, derandomize=True, max_examples=80)
 def test_we_read_files_of_the_reference_library(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
     arrays = {
         name: np.arange(np.prod(shape, dtype=int)).astype(DTYPES[dtype]).reshape(shape)
@@ -194,7 +194,7 @@ def test_headers_that_do_not_add_up_are_refused(kind: str) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=200)
 def test_any_bytes_give_a_header_or_a_format_error(data: bytes) -> None:
     for candidate in (data, file_of(data), file_of(b"{" + data + b"}")):
         try:
@@ -204,7 +204,7 @@ def test_any_bytes_give_a_header_or_a_format_error(data: bytes) -> None:
 
 
 @given(position=st.integers(0, 200), value=st.integers(0, 255))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=200)
 def test_what_we_accept_the_reference_accepts(position: int, value: int) -> None:
     good = bytearray(file_of({"a": entry(), "b": entry("F32", (1,), (2, 6))}, bytes(6)))
     good[position % len(good)] = value

@@ -191,7 +191,7 @@ def test_malformed_jobs_are_refused_whole(copier: Engine, region: Region) -> Non
             Op.GATHER, address=region.address, length=10, pieces=shard, pieces_offset=4096, crcs=np.zeros(1, np.uint32)
         ),
         Job(Op.GATHER, address=region.address, length=BLOCK_BYTES + 1, pieces=shard, crcs=np.zeros(1, np.uint32)),
-        Job(Op.GATHER, address=region.address, length=10, pieces=shard, crcs=np.zeros(1, np.uint64)),  # type: ignore[arg-type]
+        Job(Op.GATHER, address=region.address, length=10, pieces=shard, crcs=np.zeros(1, np.uint64)),
         Job(Op.GATHER, address=region.address, length=10, pieces=shard, crcs=np.zeros(4, np.uint32)[::2]),
         Job(Op.SCATTER, address=region.address, length=65 * BLOCK_BYTES, crcs=np.zeros(65, np.uint32)),
         Job(Op.READ, 0, region.address, 0, 10, crcs=np.zeros(1, np.uint32)),

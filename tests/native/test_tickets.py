@@ -25,7 +25,14 @@ def test_copy_checksum_write_read_scatter(
     crcs = np.zeros(2, np.uint32)
     filled, written, read = Ticket(), Ticket(), Ticket()
     n, there, back = data.size, region.address, region.address + (4 << 20)
-    up = Job(Op.SCATTER, address=back, length=n, pieces=PieceMap([0, n], [target.ctypes.data]), crcs=crcs, after=read)
+    up = Job(
+        Op.SCATTER,
+        address=back,
+        length=n,
+        pieces=PieceMap(np.array([0, n], np.uint64), np.array([target.ctypes.data], np.uint64)),
+        crcs=crcs,
+        after=read,
+    )
     copier.submit([up])
     engine.submit(
         [
@@ -36,7 +43,12 @@ def test_copy_checksum_write_read_scatter(
     assert (filled.state, written.state, read.state) == ("pending",) * 3
     assert engine.reap() == copier.reap() == []
     down = Job(
-        Op.GATHER, address=there, length=n, pieces=PieceMap([0, n], [data.ctypes.data]), crcs=crcs, signal=filled
+        Op.GATHER,
+        address=there,
+        length=n,
+        pieces=PieceMap(np.array([0, n], np.uint64), np.array([data.ctypes.data], np.uint64)),
+        crcs=crcs,
+        signal=filled,
     )
     copier.submit([down])
     assert {done.result for done in wait(engine, 2) + wait(copier, 2)} == {n}

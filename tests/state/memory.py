@@ -95,7 +95,8 @@ def raw(tensor: torch.Tensor) -> bytes:
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return bytes(tensor.view(sizes[tensor.itemsize]).contiguous().reshape(-1).view(torch.uint8).numpy())
+        flat = torch.empty(tensor.numel(), dtype=sizes[tensor.itemsize])
+        return bytes(flat.copy_(tensor.view(flat.dtype).reshape(-1)).view(torch.uint8).numpy())
 
 
 def assert_same(new: Any, old: Any, at: str = "") -> None:

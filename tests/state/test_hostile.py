@@ -54,6 +54,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "leaf text": change("tree", 2, "a", value=["t", "0"]),
     "group offset": change("tensors", 1, 3, "in", value=[0, 4000, [1]]),
     "group strides": change("tensors", 1, 3, "in", value=[0, 0, [2**40]]),
+    "group overlap": change("tensors", 1, 3, "in", value=[0, 0, [0]]),
     "group negative": change("tensors", 1, 3, "in", value=[0, -32, [1]]),
     "group missing": change("tensors", 1, 3, "in", value=[7, 0, [1]]),
     "group size": change("groups", value=[2**50]),
@@ -111,7 +112,7 @@ RAW = Saved(STATE)
 
 
 @given(node=NODES | JSON, row=st.none() | JSON)
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_node_and_row_gives_a_value_or_one_of_our_errors(node: Any, row: Any) -> None:
     raw = copy.deepcopy(RAW.skeleton)
     raw["tree"][4]["n"] = node
