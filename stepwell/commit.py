@@ -80,13 +80,15 @@ def manifest_of(attempt: Attempt, records: dict[int, bytes], absent: Sequence[st
 class Committer:
     """Commits attempts for one process of a job."""
 
-    def __init__(self, run: str, job: Job, writership: Writership, rank_timeout_s: float) -> None:
-        self.run, self.job, self.writership, self._timeout_s = run, job, writership, rank_timeout_s
+    def __init__(self, run: str, job: Job, writership: Writership, group: str, rank_timeout_s: float) -> None:
+        """group: begins this store's keys in the job's store; the same on all ranks, used by no other store."""
+        self.run, self.job, self.writership = run, job, writership
+        self._group, self._timeout_s = group, rank_timeout_s
         self._homes: list[str] = []
 
-    async def meet(self, group: str) -> None:
+    async def meet(self) -> None:
         """Learns which ranks share this node, by the kernel's boot id."""
-        store = self.job.store
+        store, group = self.job.store, self._group
         store.put(f"{group}/home/{self.job.rank}", (describe_self(self.job, 0.0).boot or "?").encode())
         homes = [
             wait_for(store, f"{group}/home/{rank}", self._timeout_s, f"rank {rank}") for rank in range(self.job.world)
@@ -110,7 +112,7 @@ class Committer:
         if not await tier.commit(own, record, shards=reserved) and await tier.fetch(own) != record:
             raise CorruptData("another attempt's record stands in this one's place", path=str(own), tier=tier.info.name)
         home = self._homes[self.job.rank] if tier.info.scope == "node" else ""
-        prefix = f"stepwell/{self.run}/{attempt.folder}/{tier.info.name}/{home}"
+        prefix = f"{self._group}/{attempt.folder}/{tier.info.name}/{home}"
         covered = self.covered(tier)
         store, leader = self.job.store, covered[0]
         if self.job.rank != leader:

@@ -244,7 +244,7 @@ class RunWriter:
         if job.leader:
             await self.writership.acquire()
             await self.catalog.refresh()
-            self.committer = Committer(self.run, job, self.writership, self.settings.rank_timeout_seconds)
+            self.committer = self._committer(job, group)
             for attempt, tier in await self.committer.adopt(self.catalog):
                 log.warning(
                     "step %d was complete on %s but not committed by its writer; committed it now", attempt.step, tier
@@ -257,8 +257,8 @@ class RunWriter:
                 job.store, f"{group}/epoch", self.settings.rank_timeout_seconds, "the leader's epoch"
             )
             self.writership.epoch = int(epoch)
-            self.committer = Committer(self.run, job, self.writership, self.settings.rank_timeout_seconds)
-        await self.committer.meet(group)
+            self.committer = self._committer(job, group)
+        await self.committer.meet()
         newest = max(self.catalog.holdings, default=None)
         if newest is not None:
             manifest = await self.catalog.manifest(newest)
@@ -271,6 +271,9 @@ class RunWriter:
             await self._write_run_record(self.tiers[0])
             self.writership.start_beating()
             self._keep(asyncio.ensure_future(self._clean()))
+
+    def _committer(self, job: Job, group: str) -> Committer:
+        return Committer(self.run, job, self.writership, group, self.settings.rank_timeout_seconds)
 
     async def _write_run_record(self, tier: Tier) -> None:
         await tier.commit(RecordKey(self.run, RUN_FILE), encode(RunRecord(run_id=self._run_id, made=self.clock.wall())))

@@ -28,9 +28,9 @@ def test_dtensors_are_stored_like_plain_tensors_and_filled_in_place(mesh: Any) -
     saved = Saved({"model": {"w": distribute_tensor(weight, mesh, [Shard(0)])}})
     assert list(saved.labels()) == ["w"]
     assert torch.equal(saved.load()["model"]["w"], weight)
-    target = torch.nn.Linear(3, 4, bias=False)
+    target: Any = torch.nn.Linear(3, 4, bias=False)
     target.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
-    before: Any = target.weight
+    before = target.weight
     for source in (saved, Saved({"model": {"w": weight}})):
         source.restore({"model": target}, rename={"w": "weight"})
         assert target.weight is before and torch.equal(before.to_local(), weight)

@@ -21,6 +21,10 @@ folder, action, rank, world, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), 
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
 def state(value):
     return {"model": {f"rank{rank}.w": torch.full((400_000,), float(value * 10 + rank))}, "mine": rank, "step": value}
+with stepwell.open(folder.removesuffix("run") + "other/run") as store:  # another run of the same name in the same job
+    if action == "save":
+        for step in (1, 2):
+            store.save(step, state(7)).wait()
 with stepwell.open(folder) as store:
     if action == "save":
         for step in (1, 2):
@@ -55,6 +59,7 @@ def job(folder: Path, action: str, world: int) -> list[subprocess.CompletedProce
 @pytest.mark.slow
 def test_two_ranks_save_one_checkpoint_and_go_on_after_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    (tmp_path / "other").mkdir()
     for done in job(folder, "save", 2):
         assert done.returncode == 0, done.stderr[-3000:]
     for done in job(folder, "again", 2):
@@ -72,6 +77,7 @@ def test_two_ranks_save_one_checkpoint_and_go_on_after_a_restart(tmp_path: Path)
 @pytest.mark.slow
 def test_another_number_of_ranks_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    (tmp_path / "other").mkdir()
     assert all(done.returncode == 0 for done in job(folder, "save", 2))
     [alone] = job(folder, "restore", 1)
     assert alone.returncode != 0 and "WorldChanged" in alone.stderr and "2 ranks" in alone.stderr
