@@ -26,7 +26,7 @@ def rank_record(order: Order, attempt: Attempt, jobs: Sequence[ShardJob], draft:
             file=job.key.name,
             size=job.size,
             data_start=len(shard.header),
-            header_crc=native.crc32c(shard.header),
+            leaves=shard.leaves.astype("<u4").tobytes(),
             blocks=job.crcs.astype("<u4").tobytes(),
         )
         for job, shard in zip(jobs, order.snapshot.shards, strict=True)

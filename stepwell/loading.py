@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,14 +18,16 @@ from stepwell.catalog import Catalog, Holding
 from stepwell.errors import ConfigError, CorruptData, FormatError, KeyMismatch
 from stepwell.format.names import MANIFEST, Attempt
 from stepwell.format.records import Manifest, decode
-from stepwell.format.safetensors import TensorEntry, parse_header
+from stepwell.format.safetensors import Header, TensorEntry, parse_header
 from stepwell.mover import Mover
 from stepwell.ranges import slice_runs
-from stepwell.reader import OpenCheckpoint, OpenShard, OpenShards, fill, fill_runs, open_checkpoint, read_bytes
+from stepwell.reader import OpenCheckpoint, OpenShards, fill, fill_runs, open_checkpoint, read_bytes
 from stepwell.restoring import describe
 from stepwell.runtime import Runtime
-from stepwell.state import Fill, build, tensors
-from stepwell.state.dtypes import loaded_as
+from stepwell.shards import OpenShard, header_layout
+from stepwell.state import build, foreign, tensors
+from stepwell.state.dtypes import DTYPE, loaded_as
+from stepwell.state.skeleton import Skeleton
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.file import FileTier
 
@@ -60,7 +61,7 @@ def load(
     place = refs.find(ref)
     runtime = Runtime.get()
     if place.kind == "plain":
-        return runtime.run(_load_plain(runtime, place, keys, torch.device(device), dtype, rename))
+        return _load_plain(runtime, place, keys, torch.device(device), dtype, rename)
     root, run = (place.folder.parent, place.folder.name) if place.kind == "run" else (place.folder.parent, "")
     tier = FileTier(root, name="disk", read_only=True)
     runtime.run(tier.start())
@@ -88,10 +89,13 @@ def _load_from(
     world = runtime.run(catalog.manifest(attempt)).world
     opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, world, None if part is None else [part]))
     try:
+        skeleton = opened.read()
         if isinstance(keys, Mapping):
-            return runtime.run(_load_slices(mover, opened, _labelled(opened, part), keys, torch.device(device), dtype))
+            return runtime.run(
+                _load_slices(mover, opened, _labelled(opened, skeleton, part), keys, torch.device(device), dtype)
+            )
         placement = build(
-            opened.skeleton, part=part, keys=keys, rename=rename, device=device, dtype=dtype, allow_pickle=allow_pickle
+            skeleton, part=part, keys=keys, rename=rename, device=device, dtype=dtype, allow_pickle=allow_pickle
         )
         runtime.run(fill(mover, opened, placement.fills))
     finally:
@@ -145,37 +149,36 @@ async def _step_folder(catalog: Catalog, tier: Tier, folder: Path) -> Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Labelled:
+class _Stored:
+    """A tensor in a shard."""
+
     shard: OpenShard
-    entry: TensorEntry
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     def empty(self) -> torch.Tensor:
         """New memory for all of it."""
-        dtype, shape = loaded_as(self.entry.dtype, self.entry.shape, self.entry.end - self.entry.begin)
-        return torch.empty(shape, dtype=dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return loaded_as(self.entry.dtype, self.entry.shape, self.entry.end - self.entry.begin)[0]
+        return torch.empty(self.shape, dtype=self.dtype)
 
 
-def _labelled(opened: OpenCheckpoint, part: str | None) -> dict[str, _Labelled]:
+def _labelled(opened: OpenCheckpoint, skeleton: Skeleton, part: str | None) -> dict[str, _Stored]:
     """Dotted key -> where its tensor is stored."""
-    found: dict[str, _Labelled] = {}
-    by_label = {label: (shard, entry) for shard in opened.shards for label, entry in shard.header.entries.items()}
-    for leaf in tensors(opened.skeleton).values():
+    found: dict[str, _Stored] = {}
+    for leaf in tensors(skeleton).values():
         if part is not None and leaf.part != part:
             continue
-        shard, entry = by_label[leaf.label]
         key = leaf.key if part is not None else f"{leaf.part}.{leaf.key}"
-        found[key] = _Labelled(shard, entry)
+        for shard in opened.shards:
+            if leaf.label in shard.layout.labels:
+                found[key] = _Stored(shard, shard.layout.span(leaf.label)[0], DTYPE[leaf.dtype], leaf.shape)
     return found
 
 
 async def _load_slices(
     mover: Mover,
     opened: OpenShards,
-    known: Mapping[str, _Labelled],
+    known: Mapping[str, _Stored],
     keys: Mapping[str, Index],
     device: torch.device,
     dtype: torch.dtype | None,
@@ -190,16 +193,16 @@ async def _load_slices(
     for key, index in keys.items():
         at = known[key]
         slices = index if isinstance(index, tuple) else (index,)
-        if len(slices) > len(at.entry.shape):
-            raise ConfigError(f"{len(slices)} slices for a tensor of {len(at.entry.shape)} dimensions", key=key)
+        if len(slices) > len(at.shape):
+            raise ConfigError(f"{len(slices)} slices for a tensor of {len(at.shape)} dimensions", key=key)
         try:
-            shape, offsets, length = slice_runs(at.entry.shape, at.dtype.itemsize, slices)
+            shape, offsets, length = slice_runs(at.shape, at.dtype.itemsize, slices)
         except ValueError as error:
             raise ConfigError(str(error), key=key) from None
         tensor = torch.empty(shape, dtype=at.dtype)
         addresses = np.arange(len(offsets), dtype=np.uint64) * np.uint64(length) + np.uint64(tensor.data_ptr())
         lengths = np.full(len(offsets), length, np.uint64)
-        await fill_runs(mover, opened, at.shard, offsets + np.uint64(at.entry.begin), lengths, addresses, tensor)
+        await fill_runs(mover, opened, at.shard, offsets + np.uint64(at.begin), lengths, addresses, tensor)
         result[key] = _placed(tensor, device, dtype)
     return result
 
@@ -212,21 +215,45 @@ def _placed(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | Non
 # -- plain safetensors files -------------------------------------------------------------
 
 
-async def _load_plain(
-    runtime: Runtime, place: refs.Place, keys: Keys, device: torch.device, dtype: torch.dtype | None, rename: Any
-) -> dict[str, torch.Tensor]:
+def _load_plain(
+    runtime: Runtime,
+    place: refs.Place,
+    keys: Keys,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    rename: Any,
+) -> dict[Any, Any]:
     """Any folder of safetensors files, such as Hugging Face's. They carry no checksums."""
     tier = FileTier(place.folder.parent, name="disk", read_only=True)
-    await tier.start()
-    mover = Mover(runtime.copier, runtime.pool())
+    mover = Mover(runtime.copier, runtime.run(_pool(runtime)))
+    runtime.run(tier.start())
     try:
-        sizes = {f.name: f.size_bytes async for f in tier.scan(place.folder.name) if not f.attempt}
-        names = [place.file] if place.file else await _weight_files(tier, place.folder, sizes)
-        shards = [await _open_plain(mover, tier, place.folder, name, sizes.get(name)) for name in names]
-        opened = OpenShards(step=None, shards=shards)
-        return await _fill_plain(mover, opened, keys, device, dtype, rename)
+        found = runtime.run(_open_plain(mover, tier, place))
+        opened = OpenShards(step=None, shards=[shard for shard, _ in found])
+        entries = {label: (shard, entry) for shard, header in found for label, entry in header.entries.items()}
+        if isinstance(keys, Mapping):
+            known = {label: _stored(shard, entry) for label, (shard, entry) in entries.items()}
+            return runtime.run(_load_slices(mover, opened, known, keys, device, dtype))
+        skeleton = foreign({label: entry for label, (_, entry) in entries.items()})
+        placement = build(skeleton, part="model", keys=keys, rename=rename, device=device, dtype=dtype)
+        runtime.run(fill(mover, opened, placement.fills))
     finally:
-        await tier.close()
+        runtime.run(tier.close())
+    result: dict[Any, Any] = placement.finish()
+    if entries and not result:
+        raise KeyMismatch(f"no tensor matches {keys}", todo=f"There are {', '.join(list(entries)[:5])}")
+    return result
+
+
+def _stored(shard: OpenShard, entry: TensorEntry) -> _Stored:
+    dtype, shape = loaded_as(entry.dtype, entry.shape, entry.end - entry.begin)
+    return _Stored(shard, entry.begin, dtype, shape)
+
+
+async def _open_plain(mover: Mover, tier: Tier, place: refs.Place) -> list[tuple[OpenShard, Header]]:
+    sizes = {f.name: f.size_bytes async for f in tier.scan(place.folder.name) if not f.attempt}
+    names = [place.file] if place.file else await _weight_files(tier, place.folder, sizes)
+    return [await _plain_shard(mover, tier, place.folder, name, sizes.get(name)) for name in names]
 
 
 async def _weight_files(tier: Tier, folder: Path, sizes: Mapping[str, int]) -> list[str]:
@@ -241,7 +268,7 @@ async def _weight_files(tier: Tier, folder: Path, sizes: Mapping[str, int]) -> l
     return sorted(name for name in sizes if name.endswith(".safetensors"))
 
 
-async def _open_plain(mover: Mover, tier: Tier, folder: Path, name: str, size: int | None) -> OpenShard:
+async def _plain_shard(mover: Mover, tier: Tier, folder: Path, name: str, size: int | None) -> tuple[OpenShard, Header]:
     path = str(folder / name)
     if size is None:
         raise FormatError("not a regular file", path=path)
@@ -250,21 +277,5 @@ async def _open_plain(mover: Mover, tier: Tier, folder: Path, name: str, size: i
     wanted = 8 + int.from_bytes(data[:8], "little")
     if len(data) < wanted <= min(size, 100_000_008):
         data = await read_bytes(mover, tier, key, wanted)
-    return OpenShard(key, size, [tier], parse_header(data, size, path), None)
-
-
-async def _fill_plain(
-    mover: Mover, opened: OpenShards, keys: Keys, device: torch.device, dtype: torch.dtype | None, rename: Any
-) -> dict[str, torch.Tensor]:
-    known = {label: _Labelled(shard, entry) for shard in opened.shards for label, entry in shard.header.entries.items()}
-    if isinstance(keys, Mapping):
-        return await _load_slices(mover, opened, known, keys, device, dtype)
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-    chosen = [label for label in known if any(fnmatch.fnmatchcase(label, p) for p in patterns)]
-    if known and not chosen:
-        raise KeyMismatch(
-            f"no tensor matches {', '.join(patterns)}", todo=f"There are {', '.join(list(known)[:5])}", missing=patterns
-        )
-    fresh = {label: known[label].empty() for label in chosen}
-    await fill(mover, opened, [Fill(label, tensor) for label, tensor in fresh.items()])
-    return {label: _placed(tensor, device, dtype) for label, tensor in fresh.items()}
+    header = parse_header(data, size, path)
+    return OpenShard(key, size, [tier], header_layout(header), None), header

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,24 +12,15 @@ import numpy as np
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
 from stepwell.errors import CheckpointGone, CorruptData, StepwellError, WorldChanged
+from stepwell.format.collecting import paused
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
-from stepwell.format.safetensors import Header, parse_header
-from stepwell.mover import Crcs, Healing, Mover
+from stepwell.mover import Healing, Mover
 from stepwell.ranges import Array, piece_map, plan_reads
+from stepwell.shards import Layout, OpenShard, recorded_layout
 from stepwell.state import Fill
+from stepwell.state.skeleton import Skeleton, read_skeleton
 from stepwell.tiers.base import CheckpointKey, ChunkIO, Lease, RecordKey, ShardKey, Tier
-
-
-@dataclass(slots=True)
-class OpenShard:
-    """A shard that can be read: where it is, and what is in it."""
-
-    key: ShardKey
-    size: int
-    tiers: list[Tier]  # nearest first
-    header: Header
-    crcs: Crcs | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,28 +32,44 @@ class OpenShards:
     healing: Healing = field(default_factory=Healing)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A shard whose file is open on the tiers that have it whole, nearest first."""
+
+    key: ShardKey
+    shard: ShardRecord
+    tiers: list[Tier]
+
+
 @dataclass(slots=True, kw_only=True)
 class OpenCheckpoint(OpenShards):
     """A checkpoint whose records have been read and checked. Close it to give its files back."""
 
     attempt: Attempt
     record: RankRecord
+    held: list[HeldShard] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
 
-    @property
-    def skeleton(self) -> Any:
-        return msgspec.json.decode(self.record.skeleton)
+    def read(self) -> Skeleton:
+        """Reads the skeleton and lays out the shards. Takes a while for many tensors: not on the event loop."""
+        with paused():
+            skeleton = read_skeleton(msgspec.json.decode(self.record.skeleton), f"rank record of step {self.step}")
+            self.shards = [
+                OpenShard(h.key, h.shard.size, h.tiers, recorded_layout(h.shard, skeleton.leaves), h.shard.crcs())
+                for h in self.held
+            ]
+        return skeleton
 
     async def close(self, mover: Mover) -> None:
         """Gives the leases back, once reads that were left behind (a timeout) have ended."""
-        await mover.settled([shard.key for shard in self.shards])
+        await mover.settled([held.key for held in self.held])
         await asyncio.gather(*(lease.close() for lease in self.leases))
 
 
 async def open_checkpoint(
     mover: Mover, catalog: Catalog, attempt: Attempt, rank: int, world: int, parts: Collection[str] | None = None
 ) -> OpenCheckpoint:
-    """Reads and checks the rank's record, and the headers of the shards that `parts` (default all) lie in.
+    """Reads and checks the rank's record, and opens the shards that `parts` (default all) lie in.
 
     Raises StepwellError if no tier has them good: CorruptData names file, key and step.
     """
@@ -82,14 +88,12 @@ async def open_checkpoint(
     try:
         wanted = {file for part, files in record.parts.items() if parts is None or part in parts for file in files}
         opening = [
-            _open_shard(mover, catalog, attempt, shard, holdings, opened)
-            for shard in record.shards
-            if shard.file in wanted
+            _open_shard(catalog, attempt, shard, holdings, opened) for shard in record.shards if shard.file in wanted
         ]
         for answer in await asyncio.gather(*opening, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
-            opened.shards.append(answer)
+            opened.held.append(answer)
     except BaseException:
         await opened.close(mover)
         raise
@@ -125,14 +129,9 @@ async def _record(
 
 
 async def _open_shard(
-    mover: Mover,
-    catalog: Catalog,
-    attempt: Attempt,
-    shard: ShardRecord,
-    holdings: Sequence[Holding],
-    opened: OpenCheckpoint,
-) -> OpenShard:
-    """Leases the shard on every tier that has it whole, and reads its header."""
+    catalog: Catalog, attempt: Attempt, shard: ShardRecord, holdings: Sequence[Holding], opened: OpenCheckpoint
+) -> HeldShard:
+    """Leases the shard on every tier that has it whole."""
     key = ShardKey(CheckpointKey(catalog.run, attempt.folder), shard.file)
     tiers: list[Tier] = []
     for holding in holdings:
@@ -156,28 +155,11 @@ async def _open_shard(
             step=attempt.step,
             key=", ".join(sorted(_parts_of(opened.record, shard.file))),
         )
-    header = await _header(mover, key, shard, tiers, opened.healing)
-    return OpenShard(key, shard.size, tiers, header, shard.crcs())
+    return HeldShard(key, shard, tiers)
 
 
 def _parts_of(record: RankRecord, file: str) -> set[str]:
     return {part for part, files in record.parts.items() if file in files}
-
-
-async def _header(mover: Mover, key: ShardKey, shard: ShardRecord, tiers: Sequence[Tier], healing: Healing) -> Header:
-    """Reads and parses the header, checked by its own checksum so that no whole block need be read."""
-    wrong: list[str] = []
-    for tier in tiers:
-        try:
-            data = await read_bytes(mover, tier, key, shard.data_start)
-            if native.crc32c(data) == shard.header_crc:
-                return parse_header(data, shard.size, str(key))
-            what = "the header's checksum is wrong"
-        except StepwellError as error:
-            what = str(error)
-        healing.bad[tier.info.name, key] = what
-        wrong.append(f"{tier.info.name}: {what}")
-    raise CorruptData(f"the header of {key.name} is bad on every tier: {'; '.join(wrong)}", path=str(key))
 
 
 async def read_bytes(mover: Mover, tier: Tier, key: ShardKey, length: int) -> bytes:
@@ -207,29 +189,34 @@ async def fill(mover: Mover, opened: OpenShards, fills: Sequence[Fill]) -> None:
     left = len(labels)
     work = []
     for shard in opened.shards:
-        known = shard.header.entries
+        known = shard.layout.labels
         here = [i for i, label in enumerate(labels) if label in known]
         if not here:
             continue
         left -= len(here)
-        entries = [known[labels[i]] for i in here]
+        at = np.array([known[labels[i]] for i in here], np.intp)
         targets = [tensors[i] for i in here]
-        starts = np.array([entry.begin for entry in entries], np.uint64)
-        lengths = np.array([entry.end for entry in entries], np.uint64) - starts
+        starts, lengths = shard.layout.begins[at], shard.layout.ends[at] - shard.layout.begins[at]
         sizes = np.array([tensor.nbytes for tensor in targets], np.uint64)
-        for i in np.flatnonzero(sizes != lengths)[:1]:
+        for wrong in np.flatnonzero(sizes != lengths)[:1]:
             raise CorruptData(
-                "the record and the shard disagree on a tensor's size", key=entries[i].label, path=str(shard.key)
+                "the record and the shard disagree on a tensor's size", key=labels[here[wrong]], path=str(shard.key)
             )
         addresses = np.array([tensor.data_ptr() for tensor in targets], np.uint64)
+        if len(here) == len(known) and shard.crcs is not None:  # all of the file: its header is verified, too
+            header = shard.layout.data_start
+            starts, lengths, addresses = _with(starts, 0), _with(lengths, header), _with(addresses, 0)
         work.append((shard, starts, lengths, addresses, targets))
     if left:
-        known_labels = {label for shard in opened.shards for label in shard.header.entries}
-        absent = min(label for label in labels if label not in known_labels)
+        absent = min(set(labels).difference(*(shard.layout.labels for shard in opened.shards)))
         raise CorruptData(f"{left} tensors of the record are in no shard, among them {absent!r}", step=opened.step)
     for result in await asyncio.gather(*(fill_runs(mover, opened, *one) for one in work), return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+def _with(values: Array, first: int) -> Array:
+    return np.concatenate([np.array([first], np.uint64), values])
 
 
 async def fill_runs(
@@ -242,12 +229,12 @@ async def fill_runs(
         await mover.get(shard.tiers, shard.key, reads, pieces, shard.crcs, opened.healing)
     except CorruptData as error:
         block = error.where.get("block")
-        names = _labels_in(shard.header, block) if isinstance(block, int) else []
+        names = _labels_in(shard.layout, block) if isinstance(block, int) else []
         where = {**error.where, "step": opened.step, "key": ", ".join(names) or None}
         raise CorruptData(error.what, todo=error.todo, **where) from error
 
 
-def _labels_in(header: Header, block: int) -> list[str]:
+def _labels_in(layout: Layout, block: int) -> list[str]:
     """The tensors that have bytes in a block, a few of them."""
-    low, high = block * native.BLOCK_BYTES, (block + 1) * native.BLOCK_BYTES
-    return [entry.label for entry in header.entries.values() if entry.begin < high and entry.end > low][:4]
+    begin = block * native.BLOCK_BYTES
+    return layout.overlapping(begin, begin + native.BLOCK_BYTES)[:4] or ["the header"]

@@ -103,7 +103,7 @@ def restore(
             opened = run(open_checkpoint(mover, catalog, attempt, rank, world, parts))
             try:
                 placement = assign(
-                    opened.skeleton, wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
+                    opened.read(), wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
                 )
                 touched = touched or bool(placement.fills)
                 run(fill(mover, opened, placement.fills))

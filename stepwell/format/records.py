@@ -44,7 +44,7 @@ class ShardRecord(msgspec.Struct, kw_only=True):
     file: str
     size: int
     data_start: int
-    header_crc: int  # of the first data_start bytes, so that they can be read alone
+    leaves: bytes  # rows of the skeleton's table of tensors in the file's order, little-endian u32
     blocks: bytes  # crc32c of each MiB of the file, little-endian u32
 
     def crcs(self) -> np.ndarray[Any, np.dtype[np.uint32]]:

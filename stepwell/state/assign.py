@@ -13,7 +13,7 @@ from stepwell.state.match import Finisher, Matcher
 from stepwell.state.names import KeyFilter, Rename, renamer
 from stepwell.state.placement import Placement, Tensors
 from stepwell.state.report import Report
-from stepwell.state.skeleton import Skeleton, part_names, read_skeleton
+from stepwell.state.skeleton import Skeleton, checked_skeleton, part_names
 
 #: keys shown of each kind in a message; the error's lists have them all
 _SHOWN = 10
@@ -23,7 +23,7 @@ _PREFIXES = ("module.", "model.", "_orig_mod.", "_fsdp_wrapped_module.", "_check
 
 
 def assign(
-    skeleton: Mapping[str, Any],
+    skeleton: Skeleton | Mapping[str, Any],
     state: Mapping[Any, Any],
     *,
     strict: bool | Mapping[str, bool] = True,
@@ -40,7 +40,7 @@ def assign(
     if not isinstance(state, Mapping):
         raise StateError(f"The state is a {type(state).__qualname__}", todo="Give a dict: part name -> value")
     with paused():
-        return _assign(read_skeleton(skeleton), state, strict, renamer(rename), allow_pickle, KeyFilter(keys))
+        return _assign(checked_skeleton(skeleton), state, strict, renamer(rename), allow_pickle, KeyFilter(keys))
 
 
 def _assign(

@@ -14,12 +14,12 @@ from stepwell.state.decode import Decoder
 from stepwell.state.names import KeyFilter, Rename, renamer
 from stepwell.state.nodes import PAIRED, flat_nodes, key_text, leaf_keys, unwrapped
 from stepwell.state.placement import Placement, Tensors
-from stepwell.state.skeleton import Skeleton, read_skeleton
+from stepwell.state.skeleton import Skeleton, checked_skeleton
 from stepwell.state.values import Node
 
 
 def build(
-    skeleton: Mapping[str, Any],
+    skeleton: Skeleton | Mapping[str, Any],
     *,
     part: str | None = None,
     keys: str | Sequence[str] = "*",
@@ -34,7 +34,7 @@ def build(
     tensors are converted to. `finish` returns {part key: value}, or the value if one part was asked for.
     """
     with paused():
-        checked = read_skeleton(skeleton)
+        checked = checked_skeleton(skeleton)
         tensors = Tensors(checked, device=torch.device(device), dtype=dtype)
         decoder = Decoder(tensors, allow_pickle=allow_pickle)
         return _build(checked, tensors, part, KeyFilter(keys), renamer(rename), decoder)

@@ -105,6 +105,11 @@ def read_skeleton(raw: Mapping[str, Any], path: object = None) -> Skeleton:
         ) from error
 
 
+def checked_skeleton(skeleton: Skeleton | Mapping[str, Any]) -> Skeleton:
+    """The skeleton, read unless that was done before."""
+    return skeleton if isinstance(skeleton, Skeleton) else read_skeleton(skeleton)
+
+
 def _read(raw: Mapping[str, Any]) -> Skeleton:
     if raw["version"] != VERSION:
         raise FormatError(
@@ -205,9 +210,9 @@ def foreign(entries: Mapping[str, TensorEntry], part: str = "model") -> dict[str
     }
 
 
-def tensors(skeleton: Mapping[str, Any]) -> dict[str, TensorLeaf]:
+def tensors(skeleton: Skeleton | Mapping[str, Any]) -> dict[str, TensorLeaf]:
     """label -> what is stored under it, under its first key, in the state's order."""
-    checked = read_skeleton(skeleton)
+    checked = checked_skeleton(skeleton)
     out: dict[str, TensorLeaf] = {}
     for part, (_, node) in checked.parts.items():
         for key, index in leaf_keys(node, ""):

@@ -103,5 +103,5 @@ def test_fields_of_later_versions_are_ignored() -> None:
 
 
 def test_block_checksums_are_little_endian() -> None:
-    shard = ShardRecord(file="m", size=1, data_start=0, header_crc=0, blocks=b"\x01\x00\x00\x00\x00\x00\x00\x80")
+    shard = ShardRecord(file="m", size=1, data_start=0, leaves=b"", blocks=b"\x01\x00\x00\x00\x00\x00\x00\x80")
     assert shard.crcs().tolist() == [1, 0x80000000]

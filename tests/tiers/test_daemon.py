@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -110,32 +109,36 @@ def test_at_least_one_thread() -> None:
         DaemonExecutor("t", 0)
 
 
+def run_alone(script: str) -> int:
+    """Runs a script in a process of its own, where `DaemonExecutor` is all there is; its exit code."""
+    script = (
+        'import os, runpy, sys, threading\nDaemonExecutor = runpy.run_path(sys.argv[1])["DaemonExecutor"]\n' + script
+    )
+    return subprocess.run([sys.executable, "-c", script, inspect.getfile(DaemonExecutor)], timeout=60).returncode
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_has_threads_of_its_own(gate: threading.Event) -> None:
-    executor = DaemonExecutor("t", 1)
-    started = threading.Event()
-    executor.submit(hang, started, gate)
-    assert started.wait(10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
-        child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if executor.submit(lambda: 42).result(10) == 42 else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    script = """
+started = threading.Event()
+executor = DaemonExecutor("forked", 1)
+executor.submit(lambda: (started.set(), threading.Event().wait()))
+started.wait()
+executor.submit(print, "the parent's")
+child = os.fork()
+if child == 0:
+    os._exit(executor.submit(lambda: 42).result(10))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run_alone(script) == 42
 
 
 def test_a_hung_call_does_not_delay_exit() -> None:
     script = """
-import runpy, sys, threading
-DaemonExecutor = runpy.run_path(sys.argv[1])["DaemonExecutor"]
 started = threading.Event()
 executor = DaemonExecutor("hung", 1)
 executor.submit(lambda: (started.set(), threading.Event().wait()))
 started.wait()
 executor.submit(int)
 """
-    command = [sys.executable, "-c", script, inspect.getfile(DaemonExecutor)]
-    assert subprocess.run(command, timeout=60).returncode == 0
+    assert run_alone(script) == 0
