@@ -80,7 +80,7 @@ class Away(MemoryTier):
     async def start(self) -> None:
         return
 
-    def scan(self, run: str):  # type: ignore[no-untyped-def, override]
+    def scan(self, run: str):  # type: ignore[no-untyped-def]
         if self.away:
             raise TierUnavailable("no answer", tier=self.info.name)
         return super().scan(run)

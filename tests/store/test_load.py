@@ -84,7 +84,7 @@ def test_touched_files_change_no_order(run: Path, tmp_path: Path) -> None:
     assert stepwell.load(tmp_path / "run")["step"] == 10
 
 
-def test_slices_read_only_their_blocks(tmp_path: Path) -> None:
+def test_slices_are_what_torch_says(tmp_path: Path) -> None:
     rows = torch.arange(8_000_000, dtype=torch.int32).reshape(4000, 2000)
     with stepwell.open(tmp_path / "run") as store:
         store.save(1, {"model": {"w": rows, "v": torch.arange(10)}}).wait()
