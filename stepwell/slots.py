@@ -1,7 +1,8 @@
 """Slots: page-aligned pieces of host memory, one chunk long, through which all bytes pass.
 
-The memory is mapped at once and made ready (populated, registered) in slices by a thread of its own; a
-slot is handed out as soon as its slice is ready, so the first save does not wait for the whole pool.
+The memory is mapped at once and made ready (populated) in slices by a thread of its own; a slot is handed
+out as soon as its slice is ready, so the first save does not wait for the whole pool. It is not registered
+with the tiers' rings: with huge pages that made no measurable difference (docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from stepwell.errors import ConfigError, SaveFailed, StepExists, StepwellError, 
 from stepwell.files import read_sidecars
 from stepwell.jobs import current_job
 from stepwell.mover import Mover
-from stepwell.restoring import Restored, Wish, describe, restore
+from stepwell.restoring import Wish, describe, restore
 from stepwell.runtime import Runtime
 from stepwell.saving import Order, Save, check_metrics
 from stepwell.settings import Settings
@@ -218,14 +218,8 @@ class CheckpointStore:
             return None
         self._note_base(done.checkpoint.step)
         if done.bad and self.mode == "w":
-            self._wait(self._mend(done))
+            self._runtime.loop.call_soon_threadsafe(self._writer.repair, done.bad, done.record)
         return done.checkpoint
-
-    async def _mend(self, done: Restored) -> None:
-        try:
-            await self._writer.repair(done.bad, done.record)
-        except StepwellError as error:
-            log.error("could not repair %s: %s", ", ".join(f"{key} on {tier}" for tier, key in done.bad), error)
 
     def _settle(self) -> None:
         """Waits for this store's own saves, so that a restore sees them. Their errors are their own."""
@@ -347,10 +341,11 @@ async def _stop(writer: RunWriter, tiers: Sequence[Tier]) -> None:
 @atexit.register
 def _close_all() -> None:
     """The newest save of a script that just ends still becomes durable."""
+    began = time.monotonic()
     concurrent.futures.wait(list(_closing), timeout=Settings().exit_timeout)
     for store in list(_open_stores):
         try:
-            store.close(store._settings.exit_timeout)
+            store.close(max(1.0, store._settings.exit_timeout - (time.monotonic() - began)))
         except Exception as error:  # every other store still gets its turn
             log.error("leaving with a save unfinished: %s", error)
 

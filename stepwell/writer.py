@@ -59,6 +59,7 @@ class RunWriter:
         self.cleaned_bytes = 0
         self._ready: asyncio.Task[None] | None = None
         self._turns = Turns()
+        self._to_mend: list[tuple[Mapping[tuple[str, ShardKey], str], RankRecord]] = []
         self._saving: set[asyncio.Future[Any]] = set()
         self._background: set[asyncio.Future[Any]] = set()
         self._flushing = asyncio.Lock()
@@ -200,8 +201,24 @@ class RunWriter:
                 raise
             self.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
 
-    async def repair(self, bad: Mapping[tuple[str, ShardKey], str], record: RankRecord) -> None:
-        """Writes shards that were bad on a tier again, from a tier with good bytes."""
+    def repair(self, bad: Mapping[tuple[str, ShardKey], str], record: RankRecord) -> None:
+        """Lets shards that were bad on a tier be written again, from a tier with good bytes.
+
+        Only the run's writer may do that, so it is done once the run is taken over, by the first save.
+        """
+        self._to_mend.append((bad, record))
+        if self._ready is not None and self._ready.done() and self._ready.exception() is None:
+            self._keep(self._mend())
+
+    async def _mend(self) -> None:
+        while self._to_mend:
+            bad, record = self._to_mend.pop(0)
+            try:
+                await self._write_again(bad, record)
+            except StepwellError as error:
+                log.error("could not repair %s: %s", ", ".join(f"{key} on {tier}" for tier, key in bad), error)
+
+    async def _write_again(self, bad: Mapping[tuple[str, ShardKey], str], record: RankRecord) -> None:
         attempt = Attempt.parse(record.attempt)
         assert attempt is not None
         for (name, key), wrong in bad.items():
@@ -270,7 +287,8 @@ class RunWriter:
         if job.leader:
             await self._write_run_record(self.tiers[0])
             self.writership.start_beating()
-            self._keep(asyncio.ensure_future(self._clean()))
+            self._keep(self._clean())
+        self._keep(self._mend())
 
     def _committer(self, job: Job, group: str) -> Committer:
         return Committer(self.run, job, self.writership, group, self.settings.rank_timeout_seconds)

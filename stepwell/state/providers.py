@@ -57,7 +57,7 @@ class Provider(Protocol):
 class InPlaceProvider(Provider, Protocol):
     """A provider whose objects hold tensors that can be filled where they are."""
 
-    def live(self, existing: Any, saved: Any, context: Context) -> Any:
+    def live(self, existing: Any, context: Context) -> Any:
         """A tree like that of `to_tree` whose tensors are the live ones, to be filled and then given to
         `from_tree`; None or an empty container stands for "build what was saved". NOTHING if everything must
         be built. `saved` is a tree of the saved keys, whose leaves say nothing. Nothing may be changed yet;

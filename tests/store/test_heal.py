@@ -122,12 +122,29 @@ def test_damage_on_the_near_tier_is_healed_from_the_far_one(
         assert found is not None and found.step == 1 and not found.skipped
         assert equal(target, state(1))
         assert found.sources.get("far", 0) > 0 or name.endswith(".json")
-        if name.endswith(".safetensors"):
-            assert any(name in healed for healed in found.healed)
-            assert only(tmp_path / "near", name).read_bytes() == whole
-            assert "written again" in caplog.text
-            again = store.restore(blank())
+        shard = name.endswith(".safetensors")
+        assert any(name in healed for healed in found.healed) == shard
+        store.save(2, state(2)).wait()  # the first save takes the run over: only its writer repairs
+    if shard:
+        mended = next((tmp_path / "near" / "run").glob(f"step-000000001.*/{name}"))
+        assert mended.read_bytes() == whole
+        assert "written again" in caplog.text
+        with stepwell.open(run="run", tiers=two_tiers(tmp_path), mode="r") as store:
+            again = store.restore(blank(), 1)
             assert again is not None and again.healed == () and set(again.sources) == {"near"}
+
+
+def test_a_store_that_only_restores_repairs_nothing(tmp_path: Path) -> None:
+    """The run may belong to another writer: without its epoch nothing is written."""
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        store.save(1, state(1)).wait("far")
+    path = only(tmp_path / "near", "model.safetensors")
+    flip(0.5)(path)
+    bad = path.read_bytes()
+    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
+        found = store.restore(blank())
+        assert found is not None and found.healed
+    assert path.read_bytes() == bad
 
 
 def test_a_reader_heals_what_it_reads_and_repairs_nothing(tmp_path: Path) -> None:
