@@ -31,6 +31,7 @@ from benchmarks import fio, peers, report
 from benchmarks.slice_read import measure_slice
 
 SPREAD_MAX = 1.25  # fio runs around a product run may differ by this factor
+TIE = 0.98  # settings whose medians are this close are equals: the steadier one makes more rounds calm
 PHASES: dict[str, fio.Kind] = {"save": "write", "restore": "read"}
 SETTINGS = {"write": fio.WRITE_SETTINGS, "read": fio.READ_SETTINGS}
 Record = dict[str, Any]
@@ -47,7 +48,9 @@ def choose(kind: fio.Kind, folder: Path, size: int, pilots: int, settings: int) 
             print(f"pilot {number + 1}/{pilots} {kind}: {values[-1]:.2f} GB/s  {setting}", flush=True)
     fio.clear(folder)
     medians = {setting: statistics.median(values) for setting, values in speeds.items()}
-    best = max(medians, key=lambda setting: medians[setting])
+    highest = max(medians.values())
+    equals = [setting for setting, value in medians.items() if value >= TIE * highest]
+    best = min(equals, key=lambda setting: statistics.pstdev(speeds[setting]))
     return {
         "setting": best.as_json(),
         "gb_s": medians[best],
@@ -103,17 +106,19 @@ def rounds(
 ) -> Iterator[Record]:
     """Rounds until `wanted` are calm, or `repeats` times as many had to be repeated. Of each: figures and their runs.
 
-    fio, product, fio, control (fio again), fio: the middle run belongs to both.
+    fio, product, fio, control (fio again), fio: the middle run belongs to both, the last one to the next round, too.
     """
     calm = 0
+    before = run_fio()
     for number in range(1, wanted * (1 + repeats) + 1):
-        before, product, between, control, after = run_fio(), run_product(), run_fio(), run_fio(), run_fio()
+        product, between, control, after = run_product(), run_fio(), run_fio(), run_fio()
         record: Record = {"round": number, "phase": phase, "product": product}
         for name, middle, around in (("ratio", product, (before, between)), ("control", control, (between, after))):
             speeds = [one["gb_s"] for one in around]
             record |= {name: middle["gb_s"] / statistics.mean(speeds), f"{name}_fio": speeds}
             record[f"{name}_calm"] = max(speeds) <= SPREAD_MAX * min(speeds)
         calm += record["ratio_calm"]
+        before = after
         yield record
         if calm >= wanted:
             return

@@ -51,20 +51,31 @@ class Catalog:
         self.epochs: dict[str, list[int]] = {}  # tier -> epochs taken there, rising
         self.rewinds: list[Rewind] = []
         self._manifests: dict[tuple[Attempt, str], Manifest] = {}
+        self._refreshing = asyncio.Lock()
+        self._recent: list[tuple[Attempt, Tier]] = []  # committed by this process since the last scan began
 
     async def refresh(self) -> None:
-        """Scans all tiers at once."""
-        scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
-        self.holdings, self.debris = {}, []
-        late = await self._late(scans)
-        for tier, found in zip(self.tiers, scans, strict=True):
-            for attempt, holding in found.items():
-                if holding.committed and attempt not in late:
-                    self.holdings.setdefault(attempt, []).append(holding)
-                else:
-                    size = sum(holding.files.values())
-                    self.debris.append(Debris(tier.info.name, attempt, size, late=holding.committed))
-        self.rewinds = await self._find_rewinds()
+        """Scans all tiers at once. What this process commits meanwhile (`add`) is not lost."""
+        async with self._refreshing:
+            self._recent = []
+            scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
+            late = await self._late(scans)
+            holdings: dict[Attempt, list[Holding]] = {}
+            debris: list[Debris] = []
+            for tier, found in zip(self.tiers, scans, strict=True):
+                for attempt, holding in found.items():
+                    if holding.committed and attempt not in late:
+                        holdings.setdefault(attempt, []).append(holding)
+                    elif (attempt, tier) not in self._recent:
+                        size = sum(holding.files.values())
+                        debris.append(Debris(tier.info.name, attempt, size, late=holding.committed))
+            for attempt, tier in self._recent:
+                kept = [h for h in holdings.get(attempt, []) if h.tier is not tier]
+                holdings[attempt] = kept + [h for h in self.holdings[attempt] if h.tier is tier]
+                holdings[attempt].sort(key=lambda h: self.tiers.index(h.tier))
+            self.holdings, self.debris = holdings, debris
+            newest = await self.newest_manifest()
+            self.rewinds = newest.rewinds if newest is not None else []
 
     async def _scan(self, tier: Tier) -> dict[Attempt, Holding]:
         found: dict[Attempt, Holding] = {}
@@ -100,13 +111,17 @@ class Catalog:
                 return {a for found in scans for a in found if a.epoch < epoch and a.folder not in seen}
         return set()
 
-    async def _find_rewinds(self) -> list[Rewind]:
+    async def newest_manifest(self) -> Manifest | None:
+        """The last one written that can be read; None if there is none.
+
+        An unreadable one must not stop a run: restore reports it, and the one before knows all but the last rewind.
+        """
         for attempt in sorted(self.holdings, reverse=True):
             try:
-                return (await self.manifest(attempt)).rewinds
+                return await self.manifest(attempt)
             except StepwellError:
-                continue  # unreadable: restore will report it; the one before knows all but the last rewind
-        return []
+                continue
+        return None
 
     async def manifest(self, attempt: Attempt, tier: Tier | None = None) -> Manifest:
         """The checkpoint's manifest from `tier`, or from the nearest tier that has a good one.
@@ -139,8 +154,10 @@ class Catalog:
         held = self.holdings.setdefault(attempt, [])
         held[:] = [h for h in held if h.tier is not tier] + [Holding(tier, {**files, MANIFEST: 0})]
         held.sort(key=lambda h: self.tiers.index(h.tier))
+        self._recent.append((attempt, tier))
         self._manifests[attempt, tier.info.name] = manifest
-        self.rewinds = manifest.rewinds
+        if attempt == max(self.holdings):  # an older one, flushed late, knows fewer rewinds
+            self.rewinds = manifest.rewinds
 
     def newest_first(self) -> list[Attempt]:
         """The checkpoints of the current timeline, highest step first."""

@@ -86,8 +86,7 @@ def _load_from(
     mover = Mover(runtime.copier, runtime.run(_pool(runtime)))
     catalog = Catalog(run, [tier])
     attempt = runtime.run(_choose(catalog, tier, place))
-    world = runtime.run(catalog.manifest(attempt)).world
-    opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, world, None if part is None else [part]))
+    opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, 1, None if part is None else [part]))
     try:
         skeleton = opened.read()
         if isinstance(keys, Mapping):

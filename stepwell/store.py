@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+from stepwell.agreement import Agreement
 from stepwell.catalog import Catalog, Debris
 from stepwell.checkpoint import Checkpoint
 from stepwell.clock import Clock, SystemClock
@@ -54,6 +55,7 @@ class CheckpointStore:
         self._catalog = Catalog(run, tiers)
         self._plans = PlanCache()
         self._calls = 0
+        self._restores = 0
         self._last_step: int | None = None  # highest step saved or found; None: not looked yet
         self._rewind_to: int | None = None
         self._saves: list[Save] = []
@@ -213,7 +215,10 @@ class CheckpointStore:
 
         self._settle()
         wish = Wish(state, step, strict, rename, allow_pickle)
-        done = restore(self._mover, self._catalog, wish, job.rank, job.world, run, self._runtime.start)
+        self._restores += 1
+        group = f"stepwell/{self.run}/{self._settings.open_number}/{job.restarts}/restore-{self._restores}"
+        agreement = Agreement(job, group, self._settings.rank_timeout_seconds, run)
+        done = restore(self._mover, self._catalog, wish, agreement, run, self._runtime.start)
         if done is None:
             return None
         self._note_base(done.checkpoint.step)
@@ -245,7 +250,10 @@ class CheckpointStore:
         return found[-1] if found else None
 
     def debris(self) -> list[Debris]:
-        """What unfinished saves left on the tiers. A writer removes it once its owner is certainly dead."""
+        """What saves that are not committed have left on the tiers, one that is under way included.
+
+        A writer removes it once its owner is certainly dead.
+        """
 
         async def found() -> list[Debris]:
             await self._catalog.refresh()

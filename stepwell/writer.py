@@ -21,7 +21,7 @@ from stepwell.mover import Healing, Mover, ShardJob
 from stepwell.saving import Order, Save, Turns
 from stepwell.settings import Settings
 from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
-from stepwell.timeline import add_rewind
+from stepwell.timeline import add_rewind, by_step
 
 log = logging.getLogger("stepwell")
 
@@ -133,7 +133,7 @@ class RunWriter:
         if order.rewind_to is not None:
             self._rewinds = add_rewind(self._rewinds, Rewind(order.rewind_to, attempt.epoch, attempt.call))
             self._timeline += 1
-            bases = self.catalog.at_step(order.rewind_to)
+            bases = by_step(self.catalog.holdings, order.rewind_to, self.catalog.rewinds)
             self._parent = bases[0].folder if bases else None
         return Draft(
             run_id=self._run_id,
@@ -276,11 +276,9 @@ class RunWriter:
             self.writership.epoch = int(epoch)
             self.committer = self._committer(job, group)
         await self.committer.meet()
-        newest = max(self.catalog.holdings, default=None)
+        newest = await self.catalog.newest_manifest()
         if newest is not None:
-            manifest = await self.catalog.manifest(newest)
-            self._timeline, self._rewinds = manifest.timeline, list(self.catalog.rewinds)
-            self._run_id = manifest.run_id
+            self._timeline, self._rewinds, self._run_id = newest.timeline, list(newest.rewinds), newest.run_id
             current = self.catalog.newest_first()
             self._parent = current[0].folder if current else None
         self._run_id = self._run_id or uuid.uuid4().hex

@@ -35,6 +35,18 @@ def test_a_save_ends_on_every_tier(tmp_path: Path) -> None:
     assert torch.equal(stepwell.load(tmp_path / "run", part="model")["w"], state()["model"]["w"])
 
 
+def test_looking_while_saves_are_under_way_loses_none(tmp_path: Path) -> None:
+    with stepwell.open(run="run", tiers=chain(tmp_path)) as store:
+        saves = []
+        for step in range(1, 9):
+            saves.append(store.save(step, state(step)))
+            assert store.latest() is None or store.checkpoints()[-1].step <= step
+            store.debris()
+        for save in saves:
+            save.wait("disk")
+        assert [(c.step, c.tiers) for c in store.checkpoints()] == [(n, ("memory", "disk")) for n in range(1, 9)]
+
+
 def test_wait_without_a_tier_means_the_first_that_survives_a_reboot(tmp_path: Path) -> None:
     with stepwell.open(run="run", tiers=chain(tmp_path)) as store:
         save = store.save(1, state())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import stepwell
 from stepwell.format.records import Manifest, decode
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,11 @@ with stepwell.open(folder) as store:
     target = state(0)
     target["mine"] = target["step"] = -1
     found = store.restore(target)
+    if action == "older":
+        assert found.step == 1 and list(found.skipped) == [2], found
+        assert torch.equal(target["model"][f"rank{rank}.w"], state(1)["model"][f"rank{rank}.w"])
+        store.close()
+        sys.exit()
     assert found.step == 2 and found.world == world, found
     assert torch.equal(target["model"][f"rank{rank}.w"], state(2)["model"][f"rank{rank}.w"])
     assert target["mine"] == rank and target["step"] == 2
@@ -75,9 +81,22 @@ def test_two_ranks_save_one_checkpoint_and_go_on_after_a_restart(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_one_rank_cannot_use_is_used_by_none(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (tmp_path / "other").mkdir()
+    assert all(done.returncode == 0 for done in job(folder, "save", 2))
+    [shard] = folder.glob("step-000000002.*/model.rank00001-of-00002.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for done in job(folder, "older", 2):
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_another_number_of_ranks_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "other").mkdir()
     assert all(done.returncode == 0 for done in job(folder, "save", 2))
+    with pytest.raises(stepwell.WorldChanged, match="2 ranks"):
+        stepwell.load(folder)
     [alone] = job(folder, "restore", 1)
     assert alone.returncode != 0 and "WorldChanged" in alone.stderr and "2 ranks" in alone.stderr

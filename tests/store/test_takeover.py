@@ -169,3 +169,19 @@ def test_a_failed_save_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> 
         assert tier.usage().logical_bytes == used.logical_bytes and tier.usage().in_flight_bytes == 0
         store.save(3, state(3)).wait()
         assert [c.step for c in store.checkpoints()] == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json"])
+def test_a_bad_newest_checkpoint_does_not_stop_the_run(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    saved(run, 1, 2)
+    path = folder_of(run, 2) / name
+    path.write_bytes(path.read_bytes().replace(b"seal", b"deal"))
+    with stepwell.open(run) as store:
+        found = store.restore(state(0))
+        assert found is not None and found.step == 1 and list(found.skipped) == [2]
+        store.save(2, state(7)).wait()
+        target = state(0)
+        again = store.restore(target)
+        assert again is not None and again.step == 2 and again.timeline == 1 and again.skipped == {}
+        assert torch.equal(target["w"], state(7)["w"])
