@@ -57,7 +57,6 @@ class Restored:
     """What restore did, and what the writer should mend."""
 
     checkpoint: Checkpoint
-    attempt: Attempt
     bad: dict[tuple[str, ShardKey], str]  # (tier, shard) -> what was wrong
     record: RankRecord
 
@@ -169,7 +168,7 @@ def _finished(catalog: Catalog, attempt: Attempt, tried: _Tried, skipped: dict[i
         missing=tuple(placement.missing),
         unexpected=tuple(placement.unexpected),
     )
-    return Restored(checkpoint, attempt, dict(opened.healing.bad), opened.record)
+    return Restored(checkpoint, dict(opened.healing.bad), opened.record)
 
 
 async def _absent_parts(catalog: Catalog, attempt: Attempt, parts: Sequence[str]) -> list[str]:

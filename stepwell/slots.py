@@ -88,10 +88,6 @@ class SlotPool:
     def in_use(self) -> int:
         return self._in_use
 
-    def wait_ready(self) -> None:
-        """Blocks until every slot is ready. Not on the event loop."""
-        self._preparer.join()
-
     def close(self) -> None:
         """Frees the memory. No slot may be in use."""
         self._closed = True

@@ -56,7 +56,6 @@ class RunWriter:
     ) -> None:
         self.run, self.tiers, self.mover, self.catalog = run, list(tiers), mover, catalog
         self.clock, self.settings = clock, settings
-        self.cleaned_bytes = 0
         self._ready: asyncio.Task[None] | None = None
         self._turns = Turns()
         self._to_mend: list[tuple[Mapping[tuple[str, ShardKey], str], RankRecord]] = []
@@ -307,7 +306,6 @@ class RunWriter:
                 debris.size_bytes,
             )
             await tier.drop([CheckpointKey(self.run, debris.attempt.folder)])
-            self.cleaned_bytes += debris.size_bytes
 
     # -- the end -------------------------------------------------------------------------
 

@@ -21,5 +21,5 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
-    assert result["rounds"] == 20
+    assert result["rounds"] == 20 and result["wrong"] == 0
     assert result["kills_inside_a_save"] > 0, "no kill fell into a save: this trial shows nothing"
