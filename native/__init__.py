@@ -5,6 +5,14 @@ threads where that is missing) and between memory and memory, checksumming on th
 jobs across engines without Python; `AsyncEngine` brings completions to asyncio.
 """
 
+try:
+    import stepwell.native._engine  # noqa: F401  so that a missing extension is told before anything needs it
+except ImportError as error:
+    raise ImportError(
+        f"stepwell's native part cannot be loaded ({error}). It is built by installing stepwell: run "
+        "'pip install stepwell', or 'pip install -e .' in a checkout"
+    ) from error
+
 from stepwell.native._checksum import crc32c, crc32c_combine, features, force_crc32c
 from stepwell.native._engine_face import Engine, EngineStatistics, probe_uring
 from stepwell.native._jobs import ALIGN_BYTES, BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket

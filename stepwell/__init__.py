@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from stepwell.checkpoint import Checkpoint
 from stepwell.errors import (
     CheckpointGone,
@@ -24,13 +27,28 @@ from stepwell.errors import (
     WaitTimeout,
     WorldChanged,
 )
-from stepwell.loading import load
-from stepwell.opening import open
-from stepwell.saving import Save, SaveReport
-from stepwell.state import RNG, PerRank, Replicated, register_provider
-from stepwell.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from stepwell.loading import load
+    from stepwell.opening import open
+    from stepwell.saving import Save, SaveReport
+    from stepwell.state import RNG, PerRank, Replicated, register_provider
+    from stepwell.store import CheckpointStore
 
 __version__ = "0.1.0"
+
+#: what needs torch is imported when it is first used: listing and verifying files on the command line need none
+_LATER = {
+    "CheckpointStore": "stepwell.store",
+    "PerRank": "stepwell.state",
+    "RNG": "stepwell.state",
+    "Replicated": "stepwell.state",
+    "Save": "stepwell.saving",
+    "SaveReport": "stepwell.saving",
+    "load": "stepwell.loading",
+    "open": "stepwell.opening",
+    "register_provider": "stepwell.state",
+}
 
 __all__ = [
     "RNG",
@@ -63,3 +81,14 @@ __all__ = [
     "open",
     "register_provider",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ that a writer published after it had lost the run (the next writer's `seen` list
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class Catalog:
         self.rewinds: list[Rewind] = []
         self._manifests: dict[tuple[Attempt, str], Manifest] = {}
         self._refreshing = asyncio.Lock()
+        self.reading: Counter[Attempt] = Counter()  # checkpoints that are open for reading
         self._recent: list[tuple[Attempt, Tier]] = []  # committed by this process since the last scan began
 
     async def refresh(self) -> None:
@@ -159,9 +161,27 @@ class Catalog:
         if attempt == max(self.holdings):  # an older one, flushed late, knows fewer rewinds
             self.rewinds = manifest.rewinds
 
+    def remove(self, attempt: Attempt, tier: Tier) -> None:
+        """Forgets a copy that is being deleted, or that a failed save made."""
+        held = [h for h in self.holdings.get(attempt, []) if h.tier is not tier]
+        if held:
+            self.holdings[attempt] = held
+        else:
+            self.holdings.pop(attempt, None)
+        self._recent = [(a, t) for a, t in self._recent if (a, t) != (attempt, tier)]
+        self._manifests.pop((attempt, tier.info.name), None)
+
     def newest_first(self) -> list[Attempt]:
         """The checkpoints of the current timeline, highest step first."""
         return timeline.current(self.holdings, self.rewinds)
+
+    def newest_steps(self) -> dict[str, int]:
+        """Tier -> the newest step of the current timeline committed there."""
+        newest: dict[str, int] = {}
+        for attempt in reversed(self.newest_first()):
+            for holding in self.holdings[attempt]:
+                newest[holding.tier.info.name] = attempt.step
+        return newest
 
     def at_step(self, step: int) -> list[Attempt]:
         """Every attempt at `step`, the best choice first. Raises CheckpointNotFound if there is none."""

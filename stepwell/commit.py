@@ -40,7 +40,7 @@ def rank_record(order: Order, attempt: Attempt, jobs: Sequence[ShardJob], draft:
         part_bytes=order.snapshot.part_bytes,
         shards=shards,
         draft=draft,
-        skeleton=msgspec.Raw(msgspec.json.encode(order.snapshot.skeleton)),
+        skeleton=msgspec.Raw(order.snapshot.encoded_skeleton()),
     )
     return encode(record)
 
@@ -83,12 +83,12 @@ class Committer:
     def __init__(self, run: str, job: Job, writership: Writership, group: str, rank_timeout_s: float) -> None:
         """group: begins this store's keys in the job's store; the same on all ranks, used by no other store."""
         self.run, self.job, self.writership = run, job, writership
-        self._group, self._timeout_s = group, rank_timeout_s
+        self.group, self._timeout_s = group, rank_timeout_s
         self._homes: list[str] = []
 
     async def meet(self) -> None:
         """Learns which ranks share this node, by the kernel's boot id."""
-        store, group = self.job.store, self._group
+        store, group = self.job.store, self.group
         store.put(f"{group}/home/{self.job.rank}", (describe_self(self.job, 0.0).boot or "?").encode())
         homes = [
             wait_for(store, f"{group}/home/{rank}", self._timeout_s, f"rank {rank}") for rank in range(self.job.world)
@@ -97,6 +97,8 @@ class Committer:
 
     def covered(self, tier: Tier) -> list[int]:
         """The ranks whose records lie on `tier` as this process sees it."""
+        if tier.info.scope == "process":
+            return [self.job.rank]
         mine = self._homes[self.job.rank]
         return [rank for rank, home in enumerate(self._homes) if tier.info.scope == "shared" or home == mine]
 
@@ -109,10 +111,9 @@ class Committer:
         Raises RunBusy if another writer has taken the run meanwhile.
         """
         own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
-        if not await tier.commit(own, record, shards=reserved) and await tier.fetch(own) != record:
-            raise CorruptData("another attempt's record stands in this one's place", path=str(own), tier=tier.info.name)
-        home = self._homes[self.job.rank] if tier.info.scope == "node" else ""
-        prefix = f"{self._group}/{attempt.folder}/{tier.info.name}/{home}"
+        await self._put_record(tier, own, record, reserved)
+        home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""
+        prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}"
         covered = self.covered(tier)
         store, leader = self.job.store, covered[0]
         if self.job.rank != leader:
@@ -137,8 +138,26 @@ class Committer:
         store.put(f"{prefix}/manifest", encode(manifest))
         return manifest
 
+    async def _put_record(
+        self, tier: Tier, own: RecordKey, record: bytes, reserved: Sequence[Reservation]
+    ) -> None:
+        """This rank's record, with its shards durable before it."""
+        if await tier.commit(own, record, shards=reserved):
+            return
+        if await tier.fetch(own) != record:
+            raise CorruptData("another attempt's record stands in this one's place", path=str(own), tier=tier.info.name)
+        if reserved:
+            # an earlier try got as far as the record; since then its shards were reserved and perhaps written
+            # again, and a commit that finds its record makes nothing durable
+            await tier.drop([own])
+            if not await tier.commit(own, record, shards=reserved):
+                raise CorruptData("another process writes this attempt", path=str(own), tier=tier.info.name)
+
     async def _put_manifest(self, tier: Tier, attempt: Attempt, manifest: Manifest) -> None:
-        if self.job.leader and not await self.writership.still_ours():
+        # elsewhere the heartbeat's last look must do: a stuck authority must not hold up the tiers above it, and
+        # what is committed there too late is not on the next writer's list
+        lost = self.writership.lost or (tier is self.writership.tier and not await self.writership.still_ours())
+        if self.job.leader and lost:
             raise RunBusy(
                 "another writer has taken this run over; this save is not committed", run=self.run, step=attempt.step
             )

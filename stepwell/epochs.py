@@ -109,6 +109,7 @@ class Writership:
     def __init__(self, run: str, tier: Tier, job: Job, clock: Clock) -> None:
         self.run, self.tier, self.clock = run, tier, clock
         self.epoch = 0
+        self.lost = False  # another writer has taken the run, as far as the heartbeat has seen
         self._me = describe_self(job, clock.wall())
         self._beating: asyncio.Task[None] | None = None
         self._count = 0
@@ -201,4 +202,5 @@ class Writership:
         while True:
             with contextlib.suppress(StepwellError):  # a stuck tier: others will see no heartbeat, rightly
                 await self._write_beat("running")
+                self.lost = self.lost or not await self.still_ours()
             await self.clock.sleep(BEAT_S)

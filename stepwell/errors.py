@@ -130,6 +130,10 @@ class SaveFailed(StepwellError):
     """This save did not become durable; the cause is chained."""
 
 
+class NotPlanned(StepwellError):
+    """No policy sends this checkpoint to the tier that was waited for."""
+
+
 class WaitTimeout(StepwellError, TimeoutError):
     """The time given to a wait has passed; the work goes on."""
 

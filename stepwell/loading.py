@@ -83,7 +83,7 @@ def _load_from(
     rename: Any,
     allow_pickle: bool,
 ) -> dict[Any, Any]:
-    mover = Mover(runtime.copier, runtime.run(_pool(runtime)))
+    mover = Mover(runtime.copier, runtime.staging())
     catalog = Catalog(run, [tier])
     attempt = runtime.run(_choose(catalog, tier, place))
     opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, 1, None if part is None else [part]))
@@ -101,10 +101,6 @@ def _load_from(
         runtime.run(opened.close(mover))
     result: dict[Any, Any] = placement.finish()
     return result
-
-
-async def _pool(runtime: Runtime) -> Any:
-    return runtime.pool()
 
 
 async def _choose(catalog: Catalog, tier: Tier, place: refs.Place) -> Attempt:
@@ -224,7 +220,7 @@ def _load_plain(
 ) -> dict[Any, Any]:
     """Any folder of safetensors files, such as Hugging Face's. They carry no checksums."""
     tier = FileTier(place.folder.parent, name="disk", read_only=True)
-    mover = Mover(runtime.copier, runtime.run(_pool(runtime)))
+    mover = Mover(runtime.copier, runtime.staging())
     runtime.run(tier.start())
     try:
         found = runtime.run(_open_plain(mover, tier, place))

@@ -1,9 +1,10 @@
-"""The mover: chunks between the state, slots of host memory and tiers.
+"""The mover: chunks between the state, slots of the host arena and tiers.
 
 Everything here runs on the one event loop and only decides: bytes are copied, checksummed, written and
-read by native threads. A chunk's operation is a task of its own that is never cancelled, because its
-memory belongs to the kernel until the operation has ended; whoever gives up stops feeding and leaves the
-tasks that run to finish.
+read by native threads. Each direction between two tiers is an edge with a queue, a bound and a limit of its
+own (`stepwell.edges`), so a slow tier delays only what goes there. A chunk's operation is a task of its own
+that is never cancelled, because its memory belongs to the kernel until the operation has ended; whoever gives
+up stops feeding and leaves the tasks that run to finish.
 """
 
 from __future__ import annotations
@@ -15,19 +16,35 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from stepwell.edges import STAGING, STATE, VERIFY, Edge, Edges, Turn
 from stepwell.errors import CorruptData, TierError
-from stepwell.native import BLOCK_BYTES, AsyncEngine, Job, Op, PieceMap, Ticket
+from stepwell.groups import Countdown, Group, Tasks
+from stepwell.native import BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
 from stepwell.ranges import Read
-from stepwell.slots import Slot, SlotPool
 from stepwell.tiers.base import ChunkIO, ShardKey, Tier
+from stepwell.tiers.host import Arena, HostTier, Priority, Slot
 
 Crcs = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+class Then(Protocol):
+    """What happens with a read's good bytes, which are at `address` until it returns."""
+
+    def __call__(self, read: Read, address: int, /) -> Awaitable[None]: ...
 
 
 class Source(Protocol):
     """Where a shard's bytes come from: the state's memory."""
 
     def pieces(self, start: int, stop: int) -> PieceMap: ...
+
+
+class Copier(Protocol):
+    """The native engine that copies and checksums, under asyncio."""
+
+    def start(self, jobs: Sequence[Job]) -> list[asyncio.Future[Done]]: ...
+
+    async def run(self, jobs: Sequence[Job]) -> list[Done]: ...
 
 
 @dataclass(slots=True)
@@ -50,247 +67,306 @@ class Healing:
     bad: dict[tuple[str, ShardKey], str] = field(default_factory=dict)  # (tier, shard) -> what was wrong
     read_bytes: dict[str, int] = field(default_factory=dict)  # tier -> bytes that came from it
 
+    def took(self, tier: str, size_bytes: int) -> None:
+        self.read_bytes[tier] = self.read_bytes.get(tier, 0) + size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What to read of one shard: from where, against which checksums, for whom."""
+
+    key: ShardKey
+    tiers: Sequence[Tier]  # nearest first; all that hold it
+    crcs: Crcs | None  # of every block of the shard; None where there are none
+    healing: Healing
+    priority: Priority
+    pieces: PieceMap | None = None  # where the bytes go; None: they are only verified
+    target: str = STATE  # the end of the edge
+    limit: float | None = None  # of that edge, in bytes a second
+
+    def first(self, host: Tier | None) -> str:
+        """Where bytes come from that are not in the arena."""
+        return next((tier.info.name for tier in self.tiers if tier is not host), "nowhere")
+
+    def crcs_of(self, start: int, length: int) -> Crcs | None:
+        return None if self.crcs is None else self.crcs[start // BLOCK_BYTES : -(-(start + length) // BLOCK_BYTES)]
+
 
 class Mover:
-    """Moves chunks with one copier engine and one pool of slots."""
+    """Moves chunks with one copier engine and the slots of one arena.
 
-    def __init__(self, copier: AsyncEngine, pool: SlotPool) -> None:
-        self.copier, self.pool = copier, pool
-        self._busy: dict[ShardKey, set[asyncio.Task[None]]] = {}
+    host: the tier whose arena it is, if checkpoints are kept there; else the arena is only for staging.
+    """
+
+    def __init__(self, copier: Copier, arena: Arena, host: HostTier | None = None) -> None:
+        self.copier, self.arena, self.host = copier, arena, host
+        self.edges = Edges(arena)
+        self._tasks = Tasks()
 
     async def settled(self, keys: Iterable[ShardKey]) -> None:
         """Returns once no chunk of these shards is on its way: then their files may be closed."""
-        while tasks := [task for key in keys for task in self._busy.get(key, ())]:
-            await asyncio.wait(tasks)
+        await self._tasks.settled(keys)
 
-    async def put(self, tier: Tier, shards: Sequence[ShardJob], on_copied: Callable[[], None]) -> None:
-        """State -> slots -> tier, chunk by chunk.
+    def _edge(self, source: str, target: str, priority: Priority, limit: float | None = None) -> Edge:
+        return self.edges.between(source, target, background=priority >= Priority.FLUSH, limit=limit)
+
+    @property
+    def _here(self) -> str:
+        return self.host.info.name if self.host is not None else STAGING
+
+    # -- down: state -> slots -> tier ------------------------------------------------------
+
+    async def put(
+        self, tier: Tier, shards: Sequence[ShardJob], on_copied: Callable[[], None], *, kept: bool = False
+    ) -> None:
+        """State -> slots -> tier, chunk by chunk. kept: the chunks stay in the arena, dirty, after that.
 
         `on_copied` is called once nothing of the state is needed any more. Raises the first chunk's error,
-        after all running chunks have ended. If cancelled, chunks still run: see `settled`.
+        after all running chunks have ended; kept chunks are copied all the same, so that they can be tried
+        again. If cancelled, chunks still run: see `settled`.
         """
-        chunks = _Chunks(self)
-        copied = _Countdown(on_copied)
+        group = Group(self._tasks, stop_on_error=not kept)
+        copied = Countdown(on_copied)
+        edge = self._edge(self._here, tier.info.name, Priority.SNAPSHOT, tier.info.write_bytes_per_s)
+        self.arena.expect(sum(shard.size for shard in shards))
         for shard in shards:
-            for start in range(0, shard.size, self.pool.slot_bytes):
-                slot = await chunks.slot()
-                if slot is None:
+            for start in range(0, shard.size, self.arena.slot_bytes):
+                if group.failed:
                     break
+                # what only passes waits before it takes a slot: a stuck tier must not hold all of them
+                turn = (
+                    None
+                    if kept
+                    else await edge.enter(min(self.arena.slot_bytes, shard.size - start), Priority.SNAPSHOT)
+                )
+                try:
+                    slot = await self.arena.acquire(Priority.SNAPSHOT, kept=kept)
+                except BaseException:
+                    if turn is not None:
+                        turn.leave(False)
+                    raise
                 copied.up()
-                chunks.start(shard.key, slot, self._put_chunk(tier, shard, start, slot, copied.down))
+                group.start(shard.key, self._put_chunk(tier, edge, shard, start, slot, turn, copied.down))
         copied.seal()
-        await chunks.end()
+        await group.end()
 
     async def _put_chunk(
-        self, tier: Tier, shard: ShardJob, start: int, slot: Slot, on_copied: Callable[[], None]
+        self,
+        tier: Tier,
+        edge: Edge,
+        shard: ShardJob,
+        start: int,
+        slot: Slot,
+        turn: Turn | None,
+        on_copied: Callable[[], None],
     ) -> None:
-        length = min(self.pool.slot_bytes, shard.size - start)
+        """Owns the slot and the turn until it ends."""
+        length = min(self.arena.slot_bytes, shard.size - start)
         linked = Ticket() if tier.info.linked else None
-        copy = Job(
+        try:
+            if slot.kept:
+                self.arena.place(slot, shard.key, start // self.arena.slot_bytes, length)
+            copying = self._copy_in(shard, start, length, slot, linked)
+            copying.add_done_callback(lambda _: on_copied())
+            if linked is None:
+                await copying
+            try:
+                turn = turn or await edge.enter(length, Priority.SNAPSHOT)
+                with turn:
+                    await write(tier, ChunkIO(shard.key, start, length, slot.address, after=linked))
+            finally:
+                await copying  # the slot is the copier's until then, whatever the tier says
+                if slot.kept:
+                    self.arena.filled(slot)
+        finally:
+            if turn is not None:
+                turn.leave(False)
+            if slot.chunk is not None and not slot.filled:
+                self.arena.forget(slot)
+            self.arena.release(slot)
+
+    def _copy_in(
+        self, shard: ShardJob, start: int, length: int, slot: Slot, signal: Ticket | None
+    ) -> asyncio.Future[Done]:
+        job = Job(
             Op.GATHER,
             address=slot.address,
             length=length,
             pieces=shard.source.pieces(start, start + length),
             pieces_offset=start,
             crcs=shard.crcs[start // BLOCK_BYTES : -(-(start + length) // BLOCK_BYTES)],
-            signal=linked,
+            signal=signal,
         )
-        [copying] = self.copier.start([copy])
-        copying.add_done_callback(lambda _: on_copied())
-        if linked is None:
-            await copying
-        chunk = ChunkIO(shard.key, start, length, slot.address, after=linked)
-        try:
-            [result] = await tier.write([chunk])
-        finally:
-            done = await copying  # the slot is the copier's until then, whatever the tier says
-        if done.result < 0:
-            raise AssertionError(f"copying a chunk failed: {done}")
-        if result.error is not None:
-            raise result.error
+        [copying] = self.copier.start([job])
+        return copying
+
+    # -- up: tiers -> slots -> memory ------------------------------------------------------
 
     async def get(
-        self,
-        tiers: Sequence[Tier],
-        key: ShardKey,
-        reads: Iterable[Read],
-        pieces: PieceMap | None,
-        crcs: Crcs | None,
-        healing: Healing,
-        then: Callable[[Read, Slot], Awaitable[None]] | None = None,
+        self, reading: Reading, reads: Iterable[Read], then: Then | None = None, *, kept: bool = False
     ) -> None:
         """Tiers -> slots -> memory, each read from the nearest tier that has good bytes for it.
 
-        pieces: where the bytes go (None: only verified). crcs: of every block of the shard; None where
-        there are none. then: called with each read whose slot holds good bytes. Raises CorruptData if a
-        block is good on no tier, after all running reads have ended.
+        A chunk that the arena holds is taken from there. then: called with each read and the address of its
+        good bytes, which are valid until it returns. kept: the chunks stay in the arena; reads are then
+        whole chunks. Raises CorruptData if a block is good on no tier, after all running reads have ended.
         """
-        chunks = _Chunks(self)
-
-        async def one(read: Read, slot: Slot) -> None:
-            await self._get_read(tiers, key, read, pieces, crcs, healing, slot)
-            if then is not None:
-                await then(read, slot)
-
+        group = Group(self._tasks)
         for read in reads:
-            assert read.length <= self.pool.slot_bytes
-            slot = await chunks.slot()
-            if slot is None:
+            if group.failed:
                 break
-            chunks.start(key, slot, one(read, slot))
-        await chunks.end()
+            group.start(reading.key, await self._next(reading, read, then, kept))
+        await group.end()
 
-    async def _get_read(
-        self,
-        tiers: Sequence[Tier],
-        key: ShardKey,
-        read: Read,
-        pieces: PieceMap | None,
-        crcs: Crcs | None,
-        healing: Healing,
-        slot: Slot,
-    ) -> None:
-        todo = [read]
-        for tier in tiers:
-            rest: list[Read] = []
-            for part in todo:
-                rest += await self._get_part(tier, key, read.start, part, pieces, crcs, healing, slot)
-            todo = rest
-            if not todo:
-                return
-        wrong = "; ".join(f"{name}: {what}" for (name, shard), what in healing.bad.items() if shard == key)
-        raise CorruptData(
-            f"bytes {todo[0].start} to {todo[0].start + todo[0].length} of {key.name} are bad: {wrong}",
+    async def _next(self, reading: Reading, read: Read, then: Then | None, kept: bool) -> Coroutine[Any, Any, None]:
+        """The operation for a read, once there is room for it on its edge and a slot."""
+        number = read.start // self.arena.slot_bytes
+        source = self._here if number in self.arena.chunks(reading.key) else reading.first(self.host)
+        edge = self._edge(source, reading.target, reading.priority, reading.limit)
+        turn = await edge.enter(read.length, reading.priority)
+        try:
+            held = self.arena.find(reading.key, number)
+            if held is not None:
+                return self._get_held(reading, read, held, turn, then)
+            slot = await self.arena.acquire(reading.priority, kept=kept)
+        except BaseException:
+            turn.leave(False)
+            raise
+        return self._get_read(reading, read, slot, turn, then)
+
+    async def _get_held(self, reading: Reading, read: Read, slot: Slot, turn: Turn, then: Then | None) -> None:
+        """From the arena: verified when it was filled. Owns slot and turn until it ends."""
+        address = slot.address + read.start % self.arena.slot_bytes
+        try:
+            with turn:
+                if reading.pieces is not None:
+                    await self._scatter(reading, read, address, None)
+                if then is not None:
+                    await then(read, address)
+            reading.healing.took(self._here, read.length)
+        finally:
+            self.arena.release(slot)
+
+    async def _get_read(self, reading: Reading, read: Read, slot: Slot, turn: Turn, then: Then | None) -> None:
+        """From the tiers. Owns slot and turn until it ends."""
+        try:
+            with turn:
+                if slot.kept:
+                    self.arena.place(slot, reading.key, read.start // self.arena.slot_bytes, read.length)
+                todo = [read]
+                for tier in reading.tiers:
+                    if tier is self.host:
+                        continue  # what it holds was looked for in the arena
+                    rest: list[Read] = []
+                    for part in todo:
+                        rest += await self._get_part(reading, tier, part, slot.address + part.start - read.start)
+                    todo = rest
+                    if not todo:
+                        break
+                if todo:
+                    raise self._bad_everywhere(reading, todo[0])
+                if slot.kept:
+                    self.arena.filled(slot)
+                if then is not None:
+                    await then(read, slot.address)
+        finally:
+            if slot.chunk is not None and not slot.filled:
+                self.arena.forget(slot)
+            self.arena.release(slot)
+
+    def _bad_everywhere(self, reading: Reading, part: Read) -> CorruptData:
+        key = reading.key
+        wrong = "; ".join(f"{name}: {what}" for (name, shard), what in reading.healing.bad.items() if shard == key)
+        return CorruptData(
+            f"bytes {part.start} to {part.start + part.length} of {key.name} are bad: {wrong or 'they are on no tier'}",
             todo="No other tier holds a good copy",
             run=key.checkpoint.run,
             checkpoint=key.checkpoint.attempt,
             path=str(key),
-            block=todo[0].start // BLOCK_BYTES,
+            block=part.start // BLOCK_BYTES,
         )
 
-    async def _get_part(
-        self,
-        tier: Tier,
-        key: ShardKey,
-        base: int,
-        part: Read,
-        pieces: PieceMap | None,
-        crcs: Crcs | None,
-        healing: Healing,
-        slot: Slot,
-    ) -> list[Read]:
+    async def _get_part(self, reading: Reading, tier: Tier, part: Read, address: int) -> list[Read]:
         """Reads `part` from `tier`; returns what of it is not good there."""
-        address = slot.address + part.start - base
+        name = tier.info.name
         try:
-            [result] = await tier.read([ChunkIO(key, part.start, part.length, address)])
+            [result] = await tier.read([ChunkIO(reading.key, part.start, part.length, address)])
             error = result.error
         except TierError as raised:
             error = raised
         if error is not None:
-            healing.bad[tier.info.name, key] = str(error)
+            reading.healing.bad[name, reading.key] = str(error)
             return [part]
-        check = Job(
-            Op.SCATTER,
-            address=address,
-            length=part.length,
-            pieces=pieces,
-            pieces_offset=part.start,
-            crcs=None
-            if crcs is None
-            else crcs[part.start // BLOCK_BYTES : -(-(part.start + part.length) // BLOCK_BYTES)],
-        )
-        [done] = await self.copier.run([check])
+        done = await self._scatter(reading, part, address, reading.crcs_of(part.start, part.length))
         bad = [
             Read(start, min(BLOCK_BYTES, part.start + part.length - start))
             for i, start in enumerate(range(part.start, part.start + part.length, BLOCK_BYTES))
             if done.bad_blocks >> i & 1
         ]
         if bad:
-            healing.bad[tier.info.name, key] = f"checksum of block {bad[0].start // BLOCK_BYTES} is wrong"
-        name = tier.info.name
-        healing.read_bytes[name] = healing.read_bytes.get(name, 0) + part.length - sum(r.length for r in bad)
+            reading.healing.bad[name, reading.key] = f"checksum of block {bad[0].start // BLOCK_BYTES} is wrong"
+        reading.healing.took(name, part.length - sum(r.length for r in bad))
         return bad
 
-    async def copy(
-        self, sources: Sequence[Tier], target: Tier, key: ShardKey, size: int, crcs: Crcs | None, healing: Healing
-    ) -> None:
-        """One shard between tiers, verified on the way. The target has reserved it."""
+    async def _scatter(self, reading: Reading, read: Read, address: int, crcs: Crcs | None) -> Done:
+        job = Job(
+            Op.SCATTER,
+            address=address,
+            length=read.length,
+            pieces=reading.pieces,
+            pieces_offset=read.start,
+            crcs=crcs,
+        )
+        [done] = await self.copier.run([job])
+        return done
 
-        async def write(read: Read, slot: Slot) -> None:
-            [result] = await target.write([ChunkIO(key, read.start, read.length, slot.address)])
-            if result.error is not None:
-                raise result.error
+    # -- between tiers ---------------------------------------------------------------------
 
-        await self.get(sources, key, self._all_of(size), None, crcs, healing, write)
+    async def copy(self, reading: Reading, target: Tier, size: int, *, resumed: bool = False) -> None:
+        """One shard to another tier, verified on the way. The target has reserved it; `reading.target` names it.
+
+        resumed: its file was begun by an earlier try; chunks that are good there are not written again.
+        """
+
+        async def move(read: Read, address: int) -> None:
+            await write(target, ChunkIO(reading.key, read.start, read.length, address))
+
+        reads = self.all_of(size)
+        if resumed and reading.crcs is not None:
+            reads = await self._missing(reading, target, reads)
+        await self.get(reading, reads, move)
+
+    async def _missing(self, reading: Reading, target: Tier, reads: Sequence[Read]) -> list[Read]:
+        """Those of `reads` whose bytes are not good on the target yet."""
+        check = Reading(reading.key, [target], reading.crcs, Healing(), reading.priority, target=VERIFY)
+        missing: set[int] = set()
+
+        async def one(read: Read, slot: Slot, turn: Turn) -> None:
+            try:
+                await self._get_read(check, read, slot, turn, None)
+            except CorruptData:
+                missing.add(read.start)
+
+        group = Group(self._tasks)
+        for read in reads:
+            turn = await self._edge(target.info.name, VERIFY, reading.priority).enter(read.length, reading.priority)
+            slot = await self.arena.acquire(reading.priority)
+            group.start(reading.key, one(read, slot, turn))
+        await group.end()
+        return [read for read in reads if read.start in missing]
 
     async def verify(self, sources: Sequence[Tier], key: ShardKey, size: int, crcs: Crcs) -> None:
         """Raises CorruptData unless every block is good on one of the tiers at least."""
-        await self.get(sources, key, self._all_of(size), None, crcs, Healing())
+        await self.get(Reading(key, sources, crcs, Healing(), Priority.FLUSH, target=VERIFY), self.all_of(size))
 
-    def _all_of(self, size: int) -> list[Read]:
-        chunk = self.pool.slot_bytes
+    def all_of(self, size: int) -> list[Read]:
+        """Reads of a whole shard, a chunk each."""
+        chunk = self.arena.slot_bytes
         return [Read(start, min(chunk, size - start)) for start in range(0, size, chunk)]
 
 
-class _Chunks:
-    """Chunk operations that were started together."""
-
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self._running: set[asyncio.Task[None]] = set()
-        self._failed: list[BaseException] = []
-
-    async def slot(self) -> Slot | None:
-        """The next free slot; None once an operation has failed and no more should be started."""
-        slot = await self._mover.pool.acquire()
-        if self._failed:
-            self._mover.pool.release(slot)
-            return None
-        return slot
-
-    def start(self, key: ShardKey, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`, which owns `slot` until it ends."""
-        task = asyncio.ensure_future(work)
-        busy = self._mover._busy.setdefault(key, set())
-        busy.add(task)
-        self._running.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._mover.pool.release(slot)
-            self._running.discard(task)
-            busy.discard(task)
-            if not busy and self._mover._busy.get(key) is busy:
-                del self._mover._busy[key]
-            if (error := task.exception()) is not None:
-                self._failed.append(error)
-
-        task.add_done_callback(ended)
-
-    async def end(self) -> None:
-        """Waits for all; raises the first error."""
-        while self._running:
-            await asyncio.wait(self._running)
-        if self._failed:
-            raise self._failed[0]
-
-
-class _Countdown:
-    """Calls back once it is sealed and as many went down as went up."""
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done, self._open, self._sealed = done, 0, False
-
-    def up(self) -> None:
-        self._open += 1
-
-    def down(self) -> None:
-        self._open -= 1
-        self._check()
-
-    def seal(self) -> None:
-        self._sealed = True
-        self._check()
-
-    def _check(self) -> None:
-        if self._sealed and self._open == 0:
-            self._done()
+async def write(tier: Tier, chunk: ChunkIO) -> None:
+    """One chunk; raises what went wrong."""
+    [result] = await tier.write([chunk])
+    if result.error is not None:
+        raise result.error

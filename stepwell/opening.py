@@ -7,12 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from stepwell.building import build
+from stepwell.config import find_config, load_config
+from stepwell.ending import count_open
 from stepwell.errors import ConfigError
 from stepwell.format.names import check_run_name
+from stepwell.hostmem import cgroup_limit_bytes, local_ranks
+from stepwell.policies.base import Policy
+from stepwell.policies.evict import LRU
+from stepwell.policies.flush import FlushAll
 from stepwell.settings import Settings
-from stepwell.store import CheckpointStore, count_open
+from stepwell.store import CheckpointStore
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
+from stepwell.units import parse_percent, parse_size
 
 
 def open(
@@ -21,37 +30,77 @@ def open(
     run: str | None = None,
     mode: Literal["w", "r"] = "w",
     tiers: Sequence[Tier] | None = None,
+    policies: Sequence[Policy] | None = None,
+    host: str | int | None = None,
     **overrides: Any,
 ) -> CheckpointStore:
     """Opens the checkpoints of one run.
 
-    target: the run's folder; its last component is the run, its parent must exist. tiers: instead of a
-    target, a chain of tier drivers, nearest first, and `run` beside it; saves go to the first and are
-    flushed to the others. mode: "w" to save and restore, "r" for readers, which write nothing. Other
-    keywords are settings: see `stepwell.settings.Settings`.
+    target: the run's folder; its last component is the run, its parent must exist. Checkpoints then go through
+    host memory to that disk, and nothing is ever deleted. Or a config file (*.toml), with `run` beside it; without
+    a target STEPWELL_CONFIG and /etc/stepwell.toml are looked for. tiers: instead of a target, a chain of tier
+    drivers, nearest first, with `policies` (default: every checkpoint goes to every tier). host: with a folder,
+    how much memory the host tier takes, such as "8GiB" or "25%" (default: it grows with the first save). mode:
+    "w" to save and restore, "r" for readers, which write nothing. Other keywords are settings: see
+    `stepwell.settings.Settings`.
 
     Raises ConfigError for what cannot be right, TierUnavailable if a place is not there.
     """
     if mode not in ("w", "r"):
         raise ConfigError(f"mode={mode!r}", todo="Use 'w' to save and restore, 'r' to read")
-    if (target is None) == (tiers is None):
+    if target is not None and tiers is not None:
         raise ConfigError("give either the run's folder or tiers", todo="stepwell.open('ckpts/my-run')")
-    if target is not None:
-        path = Path(target).expanduser().absolute()
-        if run is not None:
-            raise ConfigError("a folder already names the run", todo=f"Leave out run={run!r}, or open {path / run}")
-        run = path.name
-        tiers = [FileTier(path.parent, name="disk", read_only=mode == "r")]
-        if not path.parent.is_dir():
-            raise ConfigError(
-                f"the folder of the run's parent does not exist: {path.parent}", todo="Make it first, or mend the path"
-            )
-    elif run is None:
-        raise ConfigError("tiers need a run's name", todo="Give run='my-run'")
-    assert tiers is not None
+    settings: dict[str, Any] = {}
+    if tiers is not None:
+        if run is None:
+            raise ConfigError("tiers need a run's name", todo="Give run='my-run'")
+    elif (file := find_config(target)) is not None:
+        if host is not None:
+            raise ConfigError(f"host={host!r} beside a config file", todo="Set the host tier's capacity in the file")
+        built = build(load_config(file), run=run, mode=mode)
+        run, tiers, settings = built.run, built.tiers, dict(built.settings)
+        policies = built.policies if policies is None else policies
+    elif target is not None:
+        run, tiers = _folder(Path(target), run, mode, host)
+    else:
+        raise ConfigError("nothing says where checkpoints go", todo="stepwell.open('ckpts/my-run'), or a config file")
+    _check_tiers(tiers)
+    check_run_name(run)
+    if policies is None:
+        storage = [tier.info.name for tier in tiers if not isinstance(tier, HostTier)]
+        policies = [FlushAll(name) for name in storage[1:]] if mode == "w" else []
+    chosen = Settings(open_number=count_open(run)).override({**settings, **overrides})
+    return CheckpointStore(run, tiers, mode, chosen, policies)
+
+
+def _folder(target: Path, run: str | None, mode: str, host: str | int | None) -> tuple[str, list[Tier]]:
+    path = target.expanduser().absolute()
+    if run is not None:
+        raise ConfigError("a folder already names the run", todo=f"Leave out run={run!r}, or open {path / run}")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"the folder of the run's parent does not exist: {path.parent}", todo="Make it first, or mend the path"
+        )
+    disk = FileTier(path.parent, name="disk", read_only=mode == "r")
+    return path.name, [HostTier(LRU(), _host_bytes(host)), disk] if mode == "w" else [disk]
+
+
+def _host_bytes(host: str | int | None) -> int | None:
+    if host is None:
+        return None
+    try:
+        if isinstance(host, str) and host.strip().endswith("%"):
+            return int(cgroup_limit_bytes() * parse_percent(host)) // local_ranks()
+        return parse_size(host)
+    except ValueError as error:
+        raise ConfigError(f"host={host!r}: {error}", todo="Give a size such as '8GiB' or '25%'") from None
+
+
+def _check_tiers(tiers: Sequence[Tier]) -> None:
     names = [tier.info.name for tier in tiers]
     if not tiers or len(set(names)) < len(names):
         raise ConfigError(f"every tier needs a name of its own, not {names}" if tiers else "there are no tiers")
-    check_run_name(run)
-    settings = Settings(open_number=count_open(run)).override(overrides)
-    return CheckpointStore(run, tiers, mode, settings)
+    if any(isinstance(tier, HostTier) for tier in tiers[1:]) or isinstance(tiers[-1], HostTier):
+        raise ConfigError(
+            f"the host tier comes first and storage after it, not {names}", todo="Put the tiers in order, nearest first"
+        )

@@ -15,12 +15,16 @@ from stepwell.errors import CheckpointGone, CorruptData, StepwellError, WorldCha
 from stepwell.format.collecting import paused
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
-from stepwell.mover import Healing, Mover
+from stepwell.mover import Healing, Mover, Reading
 from stepwell.ranges import Array, piece_map, plan_reads
 from stepwell.shards import Layout, OpenShard, recorded_layout
 from stepwell.state import Fill
 from stepwell.state.skeleton import Skeleton, read_skeleton
 from stepwell.tiers.base import CheckpointKey, ChunkIO, Lease, RecordKey, ShardKey, Tier
+from stepwell.tiers.host import Priority
+
+#: how long a tier may keep a restore waiting that another tier can serve
+LATE_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +51,7 @@ class OpenCheckpoint(OpenShards):
 
     attempt: Attempt
     record: RankRecord
+    catalog: Catalog
     held: list[HeldShard] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
 
@@ -63,6 +68,7 @@ class OpenCheckpoint(OpenShards):
     async def close(self, mover: Mover) -> None:
         """Gives the leases back, once reads that were left behind (a timeout) have ended."""
         await mover.settled([held.key for held in self.held])
+        self.catalog.reading[self.attempt] -= 1
         await asyncio.gather(*(lease.close() for lease in self.leases))
 
 
@@ -83,8 +89,11 @@ async def open_checkpoint(
         )
     holdings = catalog.holdings[attempt]
     healing = Healing()
-    record = await _record(catalog, attempt, rank, holdings, healing)
-    opened = OpenCheckpoint(step=attempt.step, attempt=attempt, record=record, shards=[], healing=healing)
+    record, _ = await read_record(catalog, attempt, rank, healing)
+    opened = OpenCheckpoint(
+        step=attempt.step, attempt=attempt, record=record, shards=[], healing=healing, catalog=catalog
+    )
+    catalog.reading[attempt] += 1
     try:
         wanted = {file for part, files in record.parts.items() if parts is None or part in parts for file in files}
         opening = [
@@ -100,13 +109,11 @@ async def open_checkpoint(
     return opened
 
 
-async def _record(
-    catalog: Catalog, attempt: Attempt, rank: int, holdings: Sequence[Holding], healing: Healing
-) -> RankRecord:
-    """The rank's record, from the nearest tier where it is the one that was committed."""
+async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: Healing) -> tuple[RankRecord, bytes]:
+    """The rank's record and its bytes, from the nearest tier where it is the one that was committed."""
     name = f"{attempt.folder}/{rank_file(rank)}"
     wrong: list[str] = []
-    for holding in holdings:
+    for holding in list(catalog.holdings.get(attempt, [])):
         tier = holding.tier.info.name
         try:
             manifest = await catalog.manifest(attempt, holding.tier)
@@ -120,7 +127,7 @@ async def _record(
                 raise CorruptData(
                     "the record is not the one that was committed", path=name, step=attempt.step, tier=tier
                 )
-            return record
+            return record, data
         except StepwellError as error:
             wrong.append(f"{tier}: {error}")
     raise CorruptData(
@@ -131,22 +138,29 @@ async def _record(
 async def _open_shard(
     catalog: Catalog, attempt: Attempt, shard: ShardRecord, holdings: Sequence[Holding], opened: OpenCheckpoint
 ) -> HeldShard:
-    """Leases the shard on every tier that has it whole."""
+    """Leases the shard on every tier that has it whole; one that does not answer is left for the end."""
     key = ShardKey(CheckpointKey(catalog.run, attempt.folder), shard.file)
-    tiers: list[Tier] = []
+    whole: list[Holding] = []
     for holding in holdings:
         size = holding.files.get(shard.file)
-        name = holding.tier.info.name
         if size is not None and size != shard.size:
-            opened.healing.bad[name, key] = f"the file has {size} bytes instead of {shard.size}"
-            continue
-        try:
-            opened.leases.append(await holding.tier.lease([key]))
-            tiers.append(holding.tier)
-        except StepwellError as error:
+            opened.healing.bad[holding.tier.info.name, key] = f"the file has {size} bytes instead of {shard.size}"
+        else:
+            whole.append(holding)
+    leased: list[Tier] = []
+    late: list[Tier] = []
+    for holding, lease in zip(whole, await _leases([holding.tier for holding in whole], key), strict=True):
+        name = holding.tier.info.name
+        if isinstance(lease, Lease):
+            opened.leases.append(lease)
+            leased.append(holding.tier)
+        elif lease is None:
+            late.append(holding.tier)
+        else:
             manifest = await catalog.manifest(attempt, holding.tier)
-            if not (isinstance(error, CheckpointGone) or set(manifest.absent) & _parts_of(opened.record, shard.file)):
-                opened.healing.bad[name, key] = f"the file is missing: {error}"
+            if not (isinstance(lease, CheckpointGone) or set(manifest.absent) & _parts_of(opened.record, shard.file)):
+                opened.healing.bad[name, key] = f"the file is missing: {lease}"
+    tiers = leased + late
     if not tiers:
         wrong = "; ".join(f"{name}: {what}" for (name, k), what in opened.healing.bad.items() if k == key)
         raise CorruptData(
@@ -158,6 +172,30 @@ async def _open_shard(
     return HeldShard(key, shard, tiers)
 
 
+async def _leases(tiers: Sequence[Tier], key: ShardKey) -> list[Lease | StepwellError | None]:
+    """A lease or an error for each tier. Once one has answered, the others get only a moment: None for the late."""
+    asking = [asyncio.ensure_future(tier.lease([key])) for tier in tiers]
+    waiting: set[asyncio.Future[Lease]] = set(asking)
+    while waiting and not any(ask.done() and ask.exception() is None for ask in asking):
+        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if waiting:
+        _, waiting = await asyncio.wait(waiting, timeout=LATE_S)
+    for ask in waiting:
+        ask.add_done_callback(_give_back)
+    answers: list[Lease | StepwellError | None] = []
+    for ask in asking:
+        error = ask.exception() if ask.done() else None
+        if error is not None and not isinstance(error, StepwellError):
+            raise error
+        answers.append(error or (ask.result() if ask.done() else None))
+    return answers
+
+
+def _give_back(late: asyncio.Future[Lease]) -> None:
+    if not late.cancelled() and late.exception() is None:
+        asyncio.ensure_future(late.result().close())
+
+
 def _parts_of(record: RankRecord, file: str) -> set[str]:
     return {part for part, files in record.parts.items() if file in files}
 
@@ -165,16 +203,16 @@ def _parts_of(record: RankRecord, file: str) -> set[str]:
 async def read_bytes(mover: Mover, tier: Tier, key: ShardKey, length: int) -> bytes:
     """The first `length` bytes of a shard, unchecked."""
     data = bytearray()
-    slot = await mover.pool.acquire()
+    slot = await mover.arena.acquire(Priority.RESTORE)
     try:
         while len(data) < length:
-            part = min(mover.pool.slot_bytes, length - len(data))
+            part = min(mover.arena.slot_bytes, length - len(data))
             [result] = await tier.read([ChunkIO(key, len(data), part, slot.address)])
             if result.error is not None:
                 raise result.error
-            data += mover.pool.view(slot, part)
+            data += mover.arena.view(slot, part)
     finally:
-        mover.pool.release(slot)
+        mover.arena.release(slot)
     return bytes(data)
 
 
@@ -224,14 +262,21 @@ async def fill_runs(
 ) -> None:
     """Reads bytes [start, start + length) of a shard to addresses in memory, verified. `keep` owns the memory."""
     pieces = piece_map(starts, lengths, addresses, shard.size, keep)
-    reads = plan_reads(starts, lengths, shard.size, mover.pool.slot_bytes)
+    reads = plan_reads(starts, lengths, shard.size, mover.arena.slot_bytes)
     try:
-        await mover.get(shard.tiers, shard.key, reads, pieces, shard.crcs, opened.healing)
+        reading = Reading(
+            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, limit=_limit(shard.tiers)
+        )
+        await mover.get(reading, reads)
     except CorruptData as error:
         block = error.where.get("block")
         names = _labels_in(shard.layout, block) if isinstance(block, int) else []
         where = {**error.where, "step": opened.step, "key": ", ".join(names) or None}
         raise CorruptData(error.what, todo=error.todo, **where) from error
+
+
+def _limit(tiers: Sequence[Tier]) -> float | None:
+    return tiers[0].info.read_bytes_per_s if tiers else None
 
 
 def _labels_in(layout: Layout, block: int) -> list[str]:

@@ -1,14 +1,16 @@
 """References: how a checkpoint is named, the same in Python and on the command line.
 
 `PATH@1200`, `PATH@latest`, `PATH@best:METRIC`, `PATH@best:max:METRIC`, `PATH@TAG`, where PATH is a run's
-folder; or a plain path of a step folder, a folder of safetensors files, or one such file.
+folder; or a plain path of a step folder, a folder of safetensors files, or one such file. Where several
+checkpoints may be meant, also ranges of steps, both ends included: `PATH@..5000`, `PATH@100..200`, `PATH@100..`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,8 @@ from typing import Literal
 from stepwell.checkpoint import Checkpoint
 from stepwell.errors import CheckpointNotFound, FormatError
 from stepwell.format.names import MANIFEST, RUN_FILE, Attempt
+
+_RANGE = re.compile(r"(\d*)\.\.(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Place:
     folder: Path
     select: str = "latest"
     file: str | None = None  # of a plain folder: only this one
+    selected: bool = False  # the reference itself said which checkpoint
 
 
 def find(ref: str | os.PathLike[str]) -> Place:
@@ -51,16 +56,32 @@ def find(ref: str | os.PathLike[str]) -> Place:
 def _folder(path: Path, select: str | None) -> Place:
     with os.scandir(path) as listing:
         names = {entry.name for entry in listing}
-    if MANIFEST in names or Attempt.parse(path.name):
-        return Place("step", path)
-    if RUN_FILE in names or any(Attempt.parse(name) for name in names):
-        return Place("run", path, select or "latest")
-    if any(name.endswith(".safetensors") for name in names):
-        return Place("plain", path)
+    kind = kind_of(path.name, names)
+    if kind == "run":
+        return Place("run", path, select or "latest", selected=bool(select))
+    if kind is not None:
+        return Place(kind, path)
     held = ", ".join(sorted(names)[:5]) or "nothing"
     raise CheckpointNotFound(
         f"neither a run, a checkpoint nor a folder of safetensors files; it holds {held}", path=str(path)
     )
+
+
+def kind_of(folder: str, names: Collection[str]) -> Literal["run", "step", "plain"] | None:
+    """What a folder of this name, which holds these names, is; None if it is nothing of these."""
+    if MANIFEST in names or Attempt.parse(folder):
+        return "step"
+    if RUN_FILE in names or any(Attempt.parse(name) for name in names):
+        return "run"
+    return "plain" if any(name.endswith(".safetensors") for name in names) else None
+
+
+def step_range(select: str) -> tuple[int, int | None] | None:
+    """(first, last) step of a range, both included; last is None where it is open. None if it is no range."""
+    match = _RANGE.fullmatch(select)
+    if match is None or not (match[1] or match[2]):
+        return None
+    return int(match[1] or 0), int(match[2]) if match[2] else None
 
 
 def choose(found: Sequence[Checkpoint], select: str, where: str) -> Checkpoint:
@@ -69,6 +90,8 @@ def choose(found: Sequence[Checkpoint], select: str, where: str) -> Checkpoint:
         raise CheckpointNotFound("the run has no checkpoint", path=where)
     if select == "latest":
         return found[-1]
+    if step_range(select) is not None:
+        raise CheckpointNotFound(f"@{select} may mean several checkpoints", todo="Name one of them", path=where)
     if select.isdecimal():
         matching = [c for c in found if c.step == int(select)]
     elif select.startswith("best:"):

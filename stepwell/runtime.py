@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 from stepwell.errors import StoreClosed, WaitTimeout
 from stepwell.native import AsyncEngine, Engine
-from stepwell.slots import SlotPool
-from stepwell.tiers.base import CHUNK_BYTES
+from stepwell.policies.evict import LRU
+from stepwell.tiers.host import Arena
 
 T = TypeVar("T")
 
 #: staging memory; some 25 ms of the fastest disk's rate, and enough that copying runs ahead of writing
 STAGING_BYTES = 256 << 20
-#: threads that copy and checksum; one reaches a third of a socket's memory bandwidth, more than a disk takes
-COPY_THREADS = 1
+#: threads that copy and checksum; one is about as fast as a plain copy, so two keep save() short
+COPY_THREADS = 2
 
 _lock = threading.Lock()
 _current: Runtime | None = None
@@ -34,7 +34,7 @@ class Runtime:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._started = threading.Event()
-        self._pool: SlotPool | None = None
+        self._staging: Arena | None = None
         self.loop: asyncio.AbstractEventLoop
         self.copier: AsyncEngine
         self._thread = threading.Thread(target=self._main, name="stepwell-loop", daemon=True)
@@ -60,11 +60,11 @@ class Runtime:
         self.copier = AsyncEngine(Engine("copy", backend="threads", threads=COPY_THREADS))
         self._started.set()
 
-    def pool(self) -> SlotPool:
-        """The staging slots; mapped on first use, populated in the background."""
-        if self._pool is None:
-            self._pool = SlotPool(STAGING_BYTES // CHUNK_BYTES, CHUNK_BYTES, self.loop)
-        return self._pool
+    def staging(self) -> Arena:
+        """Slots for what only passes through, shared by all that has no host tier of its own."""
+        if self._staging is None:
+            self._staging = Arena(STAGING_BYTES, LRU())
+        return self._staging
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Runs `work` on the loop; from any thread, also from one that runs an event loop of its own."""

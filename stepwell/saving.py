@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Generator, Mapping, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepwell.errors import ConfigError, SaveFailed, WaitTimeout
+from stepwell.clock import Clock
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, WaitTimeout
 from stepwell.jobs import Job
 from stepwell.state import Snapshot
 from stepwell.tiers.base import Tier, TierInfo
@@ -50,6 +54,7 @@ class Save:
         self.step = order.step
         self._order: Order | None = order  # holds the state's tensors until they are copied
         self._bytes = order.snapshot.nbytes
+        self._began = order.began
         self._infos: dict[str, TierInfo] = {tier.info.name: tier.info for tier in tiers}
         self._futures: dict[str, concurrent.futures.Future[None]] = {
             name: concurrent.futures.Future() for name in self._infos
@@ -59,6 +64,7 @@ class Save:
         self.checkpoint: str | None = None
         self._seconds: dict[str, float] = {}
         self._error: BaseException | None = None
+        self.on_end: Callable[[int, BaseException | None], None] = lambda step, error: None
 
     # -- for the caller ------------------------------------------------------------------
 
@@ -67,7 +73,8 @@ class Save:
 
         Without `tier`: on the nearest tier that survives at least `survives` ("process", "reboot" or
         "node-loss"; default "reboot", or the safest there is). Raises SaveFailed, with the cause chained,
-        if this save failed; WaitTimeout after `timeout` seconds, while the save goes on.
+        if this save failed; NotPlanned if it will not get there; WaitTimeout after `timeout` seconds, while the
+        save goes on.
         """
         name = self._choose(tier, survives)
         try:
@@ -80,6 +87,13 @@ class Save:
                 tier=name,
             ) from None
         return self
+
+    def wait_all(self, timeout: float) -> None:
+        """Blocks until the save is on every tier that it goes to. Raises what `wait` raises, but no NotPlanned."""
+        deadline = time.monotonic() + timeout
+        for name in self._infos:
+            with contextlib.suppress(NotPlanned):
+                self.wait(name, timeout=max(0.0, deadline - time.monotonic()))
 
     def done(self, tier: str | None = None) -> bool:
         """Whether the checkpoint is committed on `tier` (default as in `wait`). Raises nothing but
@@ -106,15 +120,20 @@ class Save:
             if tier not in self._infos:
                 raise ConfigError(f"there is no tier {tier!r}", todo=f"The tiers are {', '.join(self._infos)}")
             return tier
-        levels = ("process", "reboot", "node-loss")
-        if survives is not None and survives not in levels:
-            raise ConfigError(f"survives={survives!r}", todo=f"Use one of {', '.join(levels)}")
+        levels = ("nothing", "process", "reboot", "node-loss")
+        if survives is not None and survives not in levels[1:]:
+            raise ConfigError(f"survives={survives!r}", todo=f"Use one of {', '.join(levels[1:])}")
         strengths = {name: levels.index(info.survives) for name, info in self._infos.items()}
-        wanted = levels.index(survives) if survives else min(1, max(strengths.values()))
+        wanted = levels.index(survives) if survives else min(levels.index("reboot"), max(strengths.values()))
         for name, strength in strengths.items():
             if strength >= wanted:
                 return name
         raise ConfigError(f"no tier survives {survives}", todo=f"The tiers are {', '.join(self._infos)}")
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return all(future.done() for future in self._futures.values())
 
     # -- for the writer ------------------------------------------------------------------
 
@@ -128,14 +147,29 @@ class Save:
         if not self.copied.done():
             self.copied.set_result(None)
 
-    def mark_committed(self, tier: str, seconds: float) -> None:
-        self._seconds[tier] = seconds
-        if not self._futures[tier].done():
-            self._futures[tier].set_result(None)
+    def mark_committed(self, tier: str, now: float) -> None:
+        """Ends the waits on `tier`, also those that have been told of a failure: it was tried again."""
+        self._seconds[tier] = now - self._began
+        self._pending(tier).set_result(None)
+
+    def mark_durable(self) -> None:
+        """The first storage tier has it."""
+        self.on_end(self.step, None)
+
+    def not_planned(self, tier: str, why: NotPlanned) -> None:
+        """Ends the waits on a tier that the checkpoint will not get to."""
+        self._pending(tier).set_exception(why)
+
+    def _pending(self, tier: str) -> concurrent.futures.Future[None]:
+        if self._futures[tier].done():
+            self._futures[tier] = concurrent.futures.Future()
+        return self._futures[tier]
 
     def fail(self, error: BaseException, tiers: Sequence[str] | None = None) -> None:
-        """Ends the waits on `tiers` (default all that are not done) with SaveFailed from `error`."""
+        """Ends the waits on `tiers` with SaveFailed from `error`; without `tiers` the save itself has failed."""
         self._error = error
+        if tiers is None:
+            self.on_end(self.step, error)
         self.mark_copied()
         for name, future in self._futures.items():
             if not future.done() and (tiers is None or name in tiers):
@@ -146,6 +180,59 @@ class Save:
     @property
     def error(self) -> BaseException | None:
         return self._error
+
+
+class SaveRecord:
+    """How the saves of one store have gone: whether the next one may be tried at all. Any thread."""
+
+    def __init__(self, clock: Clock, max_unsaved_s: float) -> None:
+        self._clock, self._max_unsaved_s = clock, max_unsaved_s
+        self._lock = threading.Lock()
+        self._unsaved_since: float | None = None  # when the oldest save began after the last durable one
+        self._durable = 0
+        self._untold: tuple[int, BaseException] | None = None  # the first save's failure: the next call raises it
+        self.failed = 0
+        self.last_error: BaseException | None = None
+
+    def began(self, save: Save) -> None:
+        with self._lock:
+            if self._unsaved_since is None:
+                self._unsaved_since = self._clock.monotonic()
+        save.on_end = self._ended
+
+    def _ended(self, step: int, error: BaseException | None) -> None:
+        with self._lock:
+            if error is None:
+                self._durable += 1
+                self._unsaved_since = None
+                return
+            self.failed += 1
+            self.last_error = error
+            if not self._durable:
+                self._untold = (step, error)
+
+    @property
+    def unsaved_seconds(self) -> float:
+        """How long nothing that was saved has become durable; 0.0 if everything is."""
+        with self._lock:
+            return 0.0 if self._unsaved_since is None else self._clock.monotonic() - self._unsaved_since
+
+    def check(self) -> None:
+        """Raises SaveFailed, once, if no save has succeeded yet and one failed; and whenever nothing has become
+        durable for too long."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise SaveFailed(
+                f"the first save of this process failed: {untold[1]}",
+                todo="Mend the cause; the next save is tried again",
+                step=untold[0],
+            ) from untold[1]
+        if self.failed and self.unsaved_seconds > self._max_unsaved_s:
+            raise SaveFailed(
+                f"nothing has become durable for {self.unsaved_seconds:.0f} s; {self.failed} saves failed, "
+                f"the last with: {self.last_error}",
+                todo="Mend the cause, or raise max_unsaved",
+            ) from self.last_error
 
 
 @dataclass(slots=True)

@@ -14,12 +14,13 @@ class Settings:
     """A field's comment is its documentation; times are in seconds."""
 
     block_timeout: float = 120.0  # the longest that save() blocks before it gives this checkpoint up
-    exit_timeout: float = 600.0  # the longest that leaving the interpreter waits for the newest save
+    exit_timeout: float = 600.0  # the longest that close() or leaving the interpreter waits for the newest save
+    max_unsaved: float = 3600.0  # save(), drain() and close() raise once nothing has become durable for so long
     rank_timeout_seconds: float = 600.0  # the longest that one rank waits for another's part
     open_number: int = 0  # how many stores of this run this process has opened before
 
     def __post_init__(self) -> None:
-        for name in ("block_timeout", "exit_timeout", "rank_timeout_seconds"):
+        for name in ("block_timeout", "exit_timeout", "max_unsaved", "rank_timeout_seconds"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ConfigError(f"{name}={value!r}", todo="Give a number of seconds above 0")

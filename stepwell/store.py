@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import logging
 import os
-import time
-import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from stepwell.agreement import Agreement
 from stepwell.catalog import Catalog, Debris
+from stepwell.chain import Chain
 from stepwell.checkpoint import Checkpoint
 from stepwell.clock import Clock, SystemClock
-from stepwell.errors import ConfigError, SaveFailed, StepExists, StepwellError, StoreClosed, WaitTimeout
+from stepwell.ending import STOP_S, finish, leave_behind, open_stores, stop
+from stepwell.errors import ConfigError, SaveFailed, StepExists, StepwellError, StoreClosed
 from stepwell.files import read_sidecars
 from stepwell.jobs import current_job
 from stepwell.mover import Mover
+from stepwell.policies.base import Policy
 from stepwell.restoring import Wish, describe, restore
 from stepwell.runtime import Runtime
-from stepwell.saving import Order, Save, check_metrics
+from stepwell.saving import Order, Save, SaveRecord, check_metrics
 from stepwell.settings import Settings
 from stepwell.state import PlanCache, capture
+from stepwell.status import StoreStatus, status_of
 from stepwell.tiers.base import Tier
+from stepwell.tiers.host import HostTier
 from stepwell.writer import RunWriter
 
 T = TypeVar("T")
 log = logging.getLogger("stepwell")
-
-_open_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
-_closing: set[concurrent.futures.Future[None]] = set()  # of stores that were dropped
-_opened: dict[str, int] = {}  # run -> stores of it that this process has opened
 
 
 class CheckpointStore:
@@ -44,7 +42,13 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, run: str, tiers: Sequence[Tier], mode: Literal["w", "r"], settings: Settings, clock: Clock | None = None
+        self,
+        run: str,
+        tiers: Sequence[Tier],
+        mode: Literal["w", "r"],
+        settings: Settings,
+        policies: Sequence[Policy] = (),
+        clock: Clock | None = None,
     ) -> None:
         self.run, self.mode = run, mode
         self.tiers = tuple(tiers)
@@ -59,16 +63,27 @@ class CheckpointStore:
         self._last_step: int | None = None  # highest step saved or found; None: not looked yet
         self._rewind_to: int | None = None
         self._saves: list[Save] = []
-        self._first: Save | None = None
+        self._record = SaveRecord(self._clock, settings.max_unsaved)
         self._closed = False
-        self._wait(self._start())
-        _open_stores.add(self)
+        self._wait(self._start(policies))
+        open_stores.add(self)
 
-    async def _start(self) -> None:
-        for tier in self.tiers:
-            await tier.start()
-        self._mover = Mover(self._runtime.copier, self._runtime.pool())
-        self._writer = RunWriter(self.run, self.tiers, self._mover, self._catalog, self._clock, self._settings)
+    async def _start(self, policies: Sequence[Policy]) -> None:
+        started: list[Tier] = []
+        try:
+            for tier in self.tiers:
+                await tier.start()
+                started.append(tier)
+        except BaseException:
+            for tier in started:
+                await tier.close()
+            raise
+        host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
+        arena = host.arena if host is not None else self._runtime.staging()
+        self._mover = Mover(self._runtime.copier, arena, host)
+        chain = Chain(self.run, self.tiers, self._mover, self._catalog, self._clock, self._settings)
+        self._chain = chain
+        self._writer = RunWriter(chain, policies)
 
     def _wait(self, work: Coroutine[Any, Any, T], timeout: float | None = None, what: str = "the call") -> T:
         if self._closed or self._pid != os.getpid():
@@ -99,16 +114,12 @@ class CheckpointStore:
 
         The save goes on in the background: see the returned `Save`. Raises StateError, before any file is
         made, for a value that cannot be saved; StepExists for a step at or below an existing one unless an
-        older step was restored before; SaveFailed if this process's first save failed.
+        older step was restored before; SaveFailed if this process's first save failed, or if nothing has become
+        durable for `max_unsaved`. Blocks at most `block_timeout`; then this checkpoint is skipped, and says so.
         """
         began = self._clock.monotonic()
         self._check_writable()
-        if self._first is not None and self._first.error is not None:
-            raise SaveFailed(
-                f"the first save of this process failed: {self._first.error}",
-                todo="Mend the cause and start again",
-                step=self._first.step,
-            ) from self._first.error
+        self._record.check()
         rewind_to = self._check_step(step)
         job = current_job()
         snapshot = capture(state, rank=job.rank, world=job.world, plans=self._plans)
@@ -127,7 +138,7 @@ class CheckpointStore:
             rewind_to=rewind_to,
         )
         save = Save(order, self.tiers)
-        self._first = self._first or save
+        self._record.began(save)
         self._last_step, self._rewind_to = step, None
         del order, snapshot
         running = self._runtime.start(self._writer.save(save))
@@ -140,7 +151,7 @@ class CheckpointStore:
             running.cancel()
             raise
         save.blocked_seconds = self._clock.monotonic() - began
-        self._saves = [s for s in self._saves if not all(s.done(t.info.name) for t in self.tiers)] + [save]
+        self._saves = [s for s in self._saves if not s.settled] + [save]
         return save
 
     def _check_writable(self) -> None:
@@ -230,7 +241,7 @@ class CheckpointStore:
         """Waits for this store's own saves, so that a restore sees them. Their errors are their own."""
         for save in self._saves:
             with contextlib.suppress(SaveFailed):
-                save.wait(self.tiers[0].info.name)
+                save.wait(self._chain.first.info.name)
 
     # -- looking -------------------------------------------------------------------------
 
@@ -279,41 +290,45 @@ class CheckpointStore:
             found = self._catalog.newest_first() if step is None else self._catalog.at_step(step)
             if not found:
                 raise ConfigError("there is no checkpoint to flush", run=self.run)
-            await self._writer.prepare(current_job())
             await self._writer.flush(found[0], target, current_job(), parts)
 
         self._wait(down())
 
+    @property
+    def exit_timeout(self) -> float:
+        """The longest that leaving the interpreter waits for this store, in seconds."""
+        return self._settings.exit_timeout
+
+    def newest_words(self) -> str:
+        """Where the newest copy is, in words, as far as is known without asking any tier."""
+        newest = {tier: step for tier, step in self._chain.catalog.newest_steps().items()}
+        if not newest:
+            return f"run {self.run} has no committed checkpoint"
+        return f"newest checkpoint of run {self.run}: " + ", ".join(f"step {s} on {t}" for t, s in newest.items())
+
+    def status(self) -> StoreStatus:
+        """Tiers, backlog, health, last errors, and the newest durable step of each tier, as of now. No I/O."""
+        return self._wait(status_of(self._chain, self._writer, self._record))
+
     # -- the end -------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for every save under way (at most `timeout` seconds), then gives the run up. Idempotent.
+        """Waits until all saves are on every tier that they go to, the newest first, then gives the run up. Idempotent.
 
-        Raises SaveFailed if the newest save failed, WaitTimeout if it is not on the last tier in time.
+        At most `timeout` seconds (default `exit_timeout`); what is not there by then is left to the next store that
+        opens the run. Raises SaveFailed if the newest save failed, WaitTimeout if it is not on the last tier in time.
         """
         if self._closed or self._pid != os.getpid():
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
-        failure: StepwellError | None = None
-        for save in self._saves:
-            for tier in self.tiers:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                try:
-                    save.wait(tier.info.name, timeout=left)
-                    failure = None
-                except (SaveFailed, WaitTimeout) as error:
-                    failure = error
+        limit = self._settings.exit_timeout if timeout is None else timeout
         try:
-            self._wait(
-                _stop(self._writer, self.tiers),
-                None if deadline is None else max(1.0, deadline - time.monotonic()),
-                "closing the store",
-            )
+            finish(self._runtime, self._writer, self._saves, limit)
         finally:
+            stopping = self._runtime.start(stop(self._writer, self.tiers))
             self._closed = True
-            _open_stores.discard(self)
-        if failure is not None:
-            raise failure
+            open_stores.discard(self)
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                stopping.result(STOP_S)
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -325,7 +340,7 @@ class CheckpointStore:
             self.close()
             return
         with contextlib.suppress(StepwellError):  # the error under way matters more
-            self.close(self._settings.exit_timeout)
+            self.close()
 
     def __repr__(self) -> str:
         tiers = " -> ".join(tier.info.name for tier in self.tiers)
@@ -334,32 +349,4 @@ class CheckpointStore:
     def __del__(self) -> None:
         """A store that is dropped without being closed finishes its saves and frees its threads and files."""
         if not getattr(self, "_closed", True) and self._pid == os.getpid():
-            with contextlib.suppress(StepwellError, RuntimeError):
-                closing = self._runtime.start(_stop(self._writer, self.tiers))
-                _closing.add(closing)
-                closing.add_done_callback(_closing.discard)
-
-
-async def _stop(writer: RunWriter, tiers: Sequence[Tier]) -> None:
-    await writer.close()
-    for tier in tiers:
-        await tier.close()
-
-
-@atexit.register
-def _close_all() -> None:
-    """The newest save of a script that just ends still becomes durable."""
-    began = time.monotonic()
-    concurrent.futures.wait(list(_closing), timeout=Settings().exit_timeout)
-    for store in list(_open_stores):
-        try:
-            store.close(max(1.0, store._settings.exit_timeout - (time.monotonic() - began)))
-        except Exception as error:  # every other store still gets its turn
-            log.error("leaving with a save unfinished: %s", error)
-
-
-def count_open(run: str) -> int:
-    """How many stores of this run the process has opened before; the same number on every rank."""
-    number = _opened.get(run, 0)
-    _opened[run] = number + 1
-    return number
+            leave_behind(self._runtime, self._writer, self.tiers)

@@ -82,7 +82,8 @@ class Books:
         """The refusal if the configured capacity has no room for this shard, which may replace one of that name."""
         if self.capacity_bytes is None:
             return None
-        free = max(0, self.capacity_bytes - self.taken_bytes + self.reserved.get(shard, 0))
+        replaced = self.reserved.get(shard, 0) + self.physical.get(shard, 0)  # debris that a scan saw, for example
+        free = max(0, self.capacity_bytes - self.taken_bytes + replaced)
         if size_bytes <= free:
             return None
         detail = f"{tier}: {size_bytes} bytes needed, {free} free of its capacity of {self.capacity_bytes}"

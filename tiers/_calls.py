@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from stepwell.errors import TierUnavailable
 from stepwell.tiers._daemon import DaemonExecutor
+from stepwell.tiers.base import not_open
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class PathCalls:
         """Runs `work` to its end; if the caller was cancelled meanwhile, `undo` takes back what came of it."""
         if self._closed:
             work.close()
-            raise TierUnavailable(f"Tier {self.name} was closed", path=self.root)
+            raise not_open(self.name, "closed", path=self.root)
         task = asyncio.ensure_future(work)
         self._keep(task)
         try:
@@ -87,11 +88,10 @@ class PathCalls:
         self._closes.add(future)
         future.add_done_callback(self._closes.discard)
 
-    async def wait_idle(self, timeout_s: float) -> None:
-        """Refuses further `finish` and waits a moment for those under way."""
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Refuses further `finish` and waits a moment for those under way; False if some still hang."""
         self._closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not self._tasks or not (await asyncio.wait(self._tasks, timeout=timeout_s))[1]
 
     async def close(self, timeout_s: float) -> None:
         """Waits a moment for descriptors being closed; what hangs is left to its daemon thread."""

@@ -155,8 +155,8 @@ class Faulty(Wrapper):
             region.view()[position - start] ^= bit
             await self.tier.write([block])
 
-    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
-        return await self._call("reserve", lambda: self.tier.reserve(shard, size_bytes))
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
+        return await self._call("reserve", lambda: self.tier.reserve(shard, size_bytes, resume=resume))
 
     async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
         return await self._move("write", self.tier.write, chunks)

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Callable
 
 from stepwell.tiers._folders import MANIFEST_PREFIX, drop_file, make_folders, remove_if_empty
@@ -67,12 +68,11 @@ def create(root: str, path: str, size_bytes: int, direct: bool) -> tuple[int, bo
     Whether it does is tried with one real page: the open alone says little, and a batch of linked writes
     is too late to find out. A file that belongs to a committed checkpoint is never replaced.
     """
-    folder, name = os.path.split(path)
+    folder = os.path.dirname(path)
     for attempt in range(_OPEN_TRIES):
         make_folders(root, folder)
         if os.path.lexists(path):
-            if any(other.startswith(MANIFEST_PREFIX) for other in os.listdir(folder)):
-                raise OSError(errno.EEXIST, "belongs to a committed checkpoint", path)
+            _check_uncommitted(path)
             os.unlink(path)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -86,6 +86,43 @@ def create(root: str, path: str, size_bytes: int, direct: bool) -> tuple[int, bo
         os.close(fd)
         os.unlink(path)
         raise
+
+
+def _check_uncommitted(path: str) -> None:
+    if any(other.startswith(MANIFEST_PREFIX) for other in os.listdir(os.path.dirname(path))):
+        raise OSError(errno.EEXIST, "belongs to a committed checkpoint", path)
+
+
+def taken_bytes(path: str, size_bytes: int) -> int | None:
+    """What the file takes on the medium; None if there is none that was reserved with this size."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    padded_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # after a direct write of the last chunk
+    if not stat.S_ISREG(found.st_mode) or found.st_size not in (size_bytes, padded_bytes):
+        return None
+    return found.st_blocks * 512
+
+
+def resume(path: str, size_bytes: int, direct: bool) -> tuple[int, bool]:
+    """As `create`, but opens the file that is there, with all its bytes."""
+    _check_uncommitted(path)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        # pages that another process failed to write may look clean: what is verified must come from the medium
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return fd, direct and size_bytes > 0 and set_direct(fd, True) and _trial_rewrite(fd)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def lengthen(fd: int, size_bytes: int) -> None:
+    """Gives a file that cannot be preallocated its reserved length, so that it can be read and resumed."""
+    if os.fstat(fd).st_size < size_bytes:
+        os.ftruncate(fd, size_bytes)
 
 
 def open_reading(path: str, direct: bool) -> tuple[int, bool]:
@@ -113,6 +150,12 @@ def set_direct(fd: int, wanted: bool) -> bool:
 def _trial_write(fd: int) -> bool:
     with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
         return _try(fd, lambda: os.pwrite(fd, page, 0))
+
+
+def _trial_rewrite(fd: int) -> bool:
+    """The first page, as it is. Padding goes with the file's last byte, at the commit."""
+    with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
+        return _try(fd, lambda: os.preadv(fd, [page], 0) and os.pwrite(fd, page, 0))
 
 
 def _trial_read(fd: int) -> bool:

@@ -14,6 +14,9 @@ from stepwell.tiers.base import Found
 #: names that commit a checkpoint begin so; they are deleted first
 MANIFEST_PREFIX = "manifest"
 
+#: over NFS, a deleted file that a reader still has open; the server removes it later
+_OPEN_PREFIX = ".nfs"
+
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -153,9 +156,22 @@ def _unlink_at(folder: int, name: str) -> None:
     except (FileNotFoundError, IsADirectoryError):
         pass
     except OSError as error:
-        # .nfsXXXX is a file that a reader still has open; the server removes it later
-        if not (error.errno == errno.EBUSY and name.startswith(".nfs")):
+        if not (error.errno == errno.EBUSY and name.startswith(_OPEN_PREFIX)):
             raise
+
+
+def names_in(path: str) -> list[str]:
+    """The files of a checkpoint's folder that `drop_folder` would delete. Follows no link."""
+    try:
+        folder = os.open(path, _FOLDER | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    finally:
+        os.close(folder)
+    return [name for name in names if not name.startswith(_OPEN_PREFIX)]
 
 
 def drop_file(path: str) -> None:
@@ -167,12 +183,15 @@ def drop_file(path: str) -> None:
 
 
 def drop(root: str, path: str, is_folder: bool) -> None:
-    """Deletes a checkpoint's folder or one file, if it really lies inside of `root`."""
+    """Deletes a checkpoint's folder or one file, if it really lies inside of `root`; what commits one, durably."""
     check_inside(root, os.path.dirname(path))
     if is_folder:
         drop_folder(path)
-    else:
-        drop_file(path)
+        return
+    drop_file(path)
+    folder, name = os.path.split(path)
+    if name.startswith(MANIFEST_PREFIX) and os.path.isdir(folder):
+        sync_folder(folder)
 
 
 def check_root(root: str, make: bool) -> None:

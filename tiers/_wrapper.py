@@ -33,8 +33,8 @@ class Wrapper(Tier):
         await self.tier.start()
         self.info = self.tier.info
 
-    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
-        return await self.tier.reserve(shard, size_bytes)
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
+        return await self.tier.reserve(shard, size_bytes, resume=resume)
 
     async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
         return await self.tier.write(chunks)

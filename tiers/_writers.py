@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stepwell.errors import TierError
 from stepwell.tiers import _files, _folders
 from stepwell.tiers._calls import PathCalls
 from stepwell.tiers._files import WriteFile
@@ -41,28 +42,55 @@ class Writers:
         promised = sum(file.unallocated_bytes for file in self.files.values())
         return max(0, self.space.free_bytes - promised - min(KEEP_FREE_BYTES, self.space.total_bytes // 100))
 
-    async def make(self, shard: ShardKey, path: str, size_bytes: int) -> Refused | None:
-        """Makes the shard's file and takes the room for it."""
+    def can_resume(self, shard: ShardKey, size_bytes: int) -> bool:
+        """False if its file is known to be of another size, or to have lost data."""
+        file = self.files.get(shard)
+        return file is None or (file.size_bytes == size_bytes and not file.failure)
+
+    async def make(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
+        """Makes the shard's file, or with `resume` keeps the one that is there, and takes the room for it."""
         await self.update_space()
+        taken_bytes = await self._calls.call(_files.taken_bytes, path, size_bytes) if resume else None
+        missing_bytes = max(0, size_bytes - (taken_bytes or 0))
         free_bytes = self.free_bytes
-        if size_bytes > free_bytes:
-            detail = f"disk full: {path}: {size_bytes} bytes needed, {free_bytes} free"
-            return Refused("full", detail, size_bytes, free_bytes)
-        wanted = self._medium.direct_write
-        fd, direct = await self._calls.call(_files.create, self._calls.root, path, size_bytes, wanted)
-        if wanted and size_bytes and not direct:
-            self.detail["buffered"] = f"direct write refused: {path}"
-        file = self.files[shard] = WriteFile(path, fd, direct, self._calls.close_later, size_bytes)
-        number = -await self._medium.allocate(fd, size_bytes) if size_bytes else 0
+        if missing_bytes > free_bytes:
+            detail = f"disk full: {path}: {missing_bytes} bytes needed, {free_bytes} free"
+            return Refused("full", detail, missing_bytes, free_bytes)
+        file, resumed = await self._open(path, size_bytes, taken_bytes is not None)
+        self.files[shard] = file
+        number = -await self._medium.allocate(file.fd, size_bytes) if size_bytes else 0
         if number == 0:
             file.unallocated_bytes = 0
-            self.space = replace(self.space, free_bytes=self.space.free_bytes - size_bytes)
+            self.space = replace(self.space, free_bytes=self.space.free_bytes - missing_bytes)
         elif number in _NO_FALLOCATE:
             self.detail["fallocate"] = f"not there: {errno.errorcode[number]}"
+            file.unallocated_bytes = missing_bytes
+            await self._calls.call(_files.lengthen, file.fd, size_bytes)
         else:
             await self.discard(shard)
             raise OSError(number, os.strerror(number), path)
-        return None
+        file.reservation = Reservation(shard, size_bytes, resumed=resumed)
+        return file.reservation
+
+    async def _open(self, path: str, size_bytes: int, resume: bool) -> tuple[WriteFile, bool]:
+        """The file, and whether it is the old one. One that cannot be opened or read is made anew."""
+        wanted = self._medium.direct_write
+        if resume:
+            try:
+                fd, direct = await self._calls.call(_files.resume, path, size_bytes, wanted)
+            except OSError as error:
+                if isinstance(error, TierError) or error.errno == errno.EEXIST:
+                    raise
+                resume = False
+        if not resume:
+            fd, direct = await self._calls.call(_files.create, self._calls.root, path, size_bytes, wanted)
+        if wanted and size_bytes and not direct:
+            self.detail["buffered"] = f"direct write refused: {path}"
+        return WriteFile(path, fd, direct, self._calls.close_later, size_bytes), resume
+
+    def let_go(self, shard: ShardKey) -> None:
+        """Ends a reservation whose file stays as debris."""
+        self.files.pop(shard).let_go()
 
     async def make_durable(self, reservations: Sequence[Reservation], paths: Sequence[str]) -> None:
         """Cuts the files to size, syncs them and their folders, and closes them."""

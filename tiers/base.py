@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from stepwell.errors import TierError, TierFull, TierUnavailable
 from stepwell.native import Ticket
 
 Scope = Literal["process", "node", "shared"]
-Survives = Literal["process", "reboot", "node-loss"]
+Survives = Literal["nothing", "process", "reboot", "node-loss"]  # what a tier's copy outlives
 
 #: bytes a chunk; the unit of movement. Not above MAX_CHUNK_BYTES: one bad-block bitmap is 64 bits of 1 MiB
 CHUNK_BYTES = 8 << 20
@@ -76,6 +76,8 @@ class TierInfo:
     depth: int = 16  # how many of them at once
     linked: bool = False  # honours ChunkIO.after and ChunkIO.signal without the event loop's help
     read_only: bool = False
+    write_bytes_per_s: float | None = None  # limits asked for; who moves chunks keeps them, the driver does not
+    read_bytes_per_s: float | None = None
     detail: dict[str, str] = field(default_factory=dict)  # what was probed and why, for `doctor`
 
 
@@ -105,10 +107,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room promised for one shard of exactly `size_bytes`; ends with `commit` or `abort`."""
+    """Room promised for one shard of exactly `size_bytes`; ends with `commit` or `abort`.
+
+    `resumed`: bytes of an earlier reservation are still there. Nobody vouches for them: whoever asked reads
+    the chunks back, verifies them and writes those that are not good.
+    """
 
     shard: ShardKey
     size_bytes: int
+    resumed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,31 @@ class Usage:
     free_bytes: int | None = None  # on the medium; None: unknown
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk in a tier that evicts. `shard` and `index` say where it belongs."""
+
+    key: Hashable
+    shard: Hashable
+    index: int
+    size_bytes: int
+
+
+class EvictionPolicy(Protocol):
+    """Ranks the chunks of one tier. Told of all that happens to them; chooses, but removes nothing itself."""
+
+    def entered(self, chunk: Chunk) -> None: ...
+
+    def used(self, chunk: Chunk) -> None: ...
+
+    def left(self, chunk: Chunk) -> None: ...
+
+    def victims(self, needed_bytes: int, may_go: Callable[[Chunk], bool]) -> Iterator[Chunk]:
+        """Chunks that should go, first to go first, only such as `may_go`, until `needed_bytes` are together
+        or nothing more may go."""
+        ...
+
+
 class Lease:
     """Keeps shards readable until it is closed, even if the checkpoint is dropped meanwhile."""
 
@@ -162,9 +194,13 @@ class Tier(ABC):
         """Probes the place and fills in `info`. Raises TierUnavailable if it is not there."""
 
     @abstractmethod
-    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
         """Promises room for a shard and makes it writable. What was there under this name is replaced
-        (only an attempt that nobody committed can be there)."""
+        (only an attempt that nobody committed can be there).
+
+        With `resume` a shard of that size that was reserved earlier (also by a process that died) and never
+        committed is kept instead, and the answer says `resumed`. A driver that cannot keep it replaces it.
+        """
 
     @abstractmethod
     async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
@@ -172,7 +208,8 @@ class Tier(ABC):
 
     @abstractmethod
     async def read(self, chunks: Sequence[ChunkIO]) -> list[Result]:
-        """Moves chunks from the tier to memory. A chunk that reaches past the shard's end is an error."""
+        """Moves chunks from the tier to memory. A chunk that reaches past the shard's end is an error.
+        Reserved shards are read like committed ones, also while they are being written."""
 
     @abstractmethod
     async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
@@ -229,4 +266,11 @@ def tier_error(number: int, what: str, *, todo: str = "", **where: Any) -> TierE
         todo = "Free space or raise the quota; older checkpoints are untouched and the next save tries again"
     error = kind(f"{what}: {errno.errorcode.get(number, number)}", todo=todo, **where)
     error.errno = number
+    return error
+
+
+def not_open(tier: str, state: str, **where: Any) -> TierUnavailable:
+    """The error for calls on a tier that is not started or was closed: trying again does not help."""
+    error = TierUnavailable(f"Tier {tier} is {state}", **where)
+    error.retry = False
     return error

@@ -16,11 +16,11 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
-from stepwell.errors import TierError, TierUnavailable
-from stepwell.native import Job, Op
+from stepwell.errors import TierError
 from stepwell.tiers import _folders, _leases, _records
 from stepwell.tiers._books import Books, refusal
 from stepwell.tiers._calls import Locks, PathCalls
+from stepwell.tiers._chunks import Chunks
 from stepwell.tiers._errors import Errors
 from stepwell.tiers._files import OpenFile
 from stepwell.tiers._medium import EngineName, Medium, Reading
@@ -42,12 +42,14 @@ from stepwell.tiers.base import (
     Tier,
     TierInfo,
     Usage,
+    not_open,
 )
 
 #: step folders listed in one call
 SCAN_BATCH = 16
-#: what close() waits for calls under way before it leaves them to their daemon threads
+#: what close() waits for calls under way before it leaves them to their daemon threads; and then for all else
 CLOSE_S = 5.0
+CLOSE_HUNG_S = 0.5
 
 
 class FileTier(Tier):
@@ -84,6 +86,7 @@ class FileTier(Tier):
         self._writers = Writers(self._calls, self._medium)
         self._readers = _leases.Readers(self.layout, self._calls, lambda shard: self._books.lingering.pop(shard, None))
         self._errors = Errors(name, self._writers)
+        self._chunks = Chunks(self.layout, self._calls, self._medium, self._writers, self._errors)
         self._locks = Locks()
         self._state = "not started"
         self.info = TierInfo(
@@ -107,15 +110,23 @@ class FileTier(Tier):
     # -- life ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        """As the contract says. May be called again: after a failure, or while an earlier call still hangs."""
         await self._calls.finish(self._start())
 
     async def _start(self) -> None:
+        async with self._locks.hold("start"):
+            if self._state == "not started":
+                await self._open()
+
+    async def _open(self) -> None:
         root = self.layout.root
         make = self.info.scope == "node" and not self.info.read_only
         try:
-            await self._calls.call(_folders.check_root, root, make)
+            await self._check_root(make)
             access, detail = await self._medium.probe(self._calls, self.info.read_only)
             await self._writers.update_space()
+            if self._state == "closed":  # while a call of ours hung
+                raise not_open(self.info.name, self._state, path=root)
         except OSError as error:
             await self._medium.close(CLOSE_S)
             raise error if isinstance(error, TierError) else self._errors.away(error, root, make) from error
@@ -125,20 +136,24 @@ class FileTier(Tier):
         self._readers.direct = self._medium.direct_read
         self._state = "open"
 
+    async def _check_root(self, make: bool = False) -> None:
+        """Raises OSError or TierUnavailable if this is not the place it should be."""
+        await self._calls.call(_folders.check_root, self.layout.root, make)
+
     async def close(self) -> None:
         """Waits a moment for calls under way; what hangs is left to its daemon threads."""
         if self._state == "closed":
             return
         self._state = "closed"
-        await self._calls.wait_idle(CLOSE_S)
-        await self._medium.close(CLOSE_S)
+        left_s = CLOSE_S if await self._calls.wait_idle(CLOSE_S) else CLOSE_HUNG_S
+        await self._medium.close(left_s)
         self._writers.close()
         self._readers.close()
-        await self._calls.close(CLOSE_S)
+        await self._calls.close(left_s)
 
     def _check_open(self) -> None:
         if self._state != "open":
-            raise TierUnavailable(f"Tier {self.info.name} is {self._state}", path=self.layout.root)
+            raise not_open(self.info.name, self._state, path=self.layout.root)
 
     def _check_ours(self, run: str, path: str) -> None:
         self._check_open()
@@ -149,81 +164,51 @@ class FileTier(Tier):
 
     # -- going down ----------------------------------------------------------------------------------
 
-    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
         path = self.layout.shard(shard)
         if size_bytes < 0:
             raise ValueError(f"size_bytes must not be negative: {size_bytes}")
         if self.info.read_only:
             return Refused("read-only", f"{path}: {self.info.detail.get('access', 'as asked')}", size_bytes)
         self._check_ours(shard.checkpoint.run, path)
-        return await self._calls.finish(self._reserve(shard, path, size_bytes), self._undo_reserve)
+        return await self._calls.finish(self._reserve(shard, path, size_bytes, resume), self._undo_reserve)
 
     async def _undo_reserve(self, answer: Reservation | Refused) -> None:
+        """What was resumed stays, as it was before."""
         if isinstance(answer, Reservation):
-            await self._abort(answer.shard, answer)
+            await self._abort(answer.shard, answer, keep=answer.resumed)
 
-    async def _reserve(self, shard: ShardKey, path: str, size_bytes: int) -> Reservation | Refused:
+    async def _reserve(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
         async with self._locks.hold(shard):
-            await self._discard(shard)
-            return await self._take_room(shard, path, size_bytes)
+            await self._discard(shard, keep=resume and self._writers.can_resume(shard, size_bytes))
+            return await self._take_room(shard, path, size_bytes, resume)
 
-    async def _take_room(self, shard: ShardKey, path: str, size_bytes: int) -> Reservation | Refused:
+    async def _take_room(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
         refused = self._books.over_capacity(shard, size_bytes, self.info.name)
         if refused:
             return refused
         self._books.reserve(shard, size_bytes)  # before the first await: others must see it
         try:
-            refused = await self._writers.make(shard, path, size_bytes)
+            made = await self._writers.make(shard, path, size_bytes, resume)
         except OSError as error:
-            if not isinstance(error, TierError):
-                refused = refusal(error.errno or errno.EIO, path, size_bytes, self._writers.space.free_bytes)
-            if not refused:
-                self._books.forget(shard)
-                raise self._errors.translate(error, "cannot make the file of a shard", path) from error
-        if refused:
             self._books.forget(shard)
-            return refused
-        reservation = self._writers.files[shard].reservation = Reservation(shard, size_bytes)
-        return reservation
+            return self._refuse(error, path, size_bytes)
+        if isinstance(made, Refused):
+            self._books.forget(shard)
+        return made
+
+    def _refuse(self, error: OSError, path: str, size_bytes: int) -> Refused:
+        """The refusal that the error means; else raises it."""
+        refused = None
+        if not isinstance(error, TierError):
+            refused = refusal(error.errno or errno.EIO, path, size_bytes, self._writers.space.free_bytes)
+        if refused is None:
+            raise self._errors.translate(error, "cannot make the file of a shard", path) from error
+        return refused
 
     async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
         self._check_open()
-        work: list[tuple[ChunkIO, OpenFile | TierError]] = []
-        for chunk in chunks:
-            file = self._writers.files.get(chunk.shard)
-            path = self.layout.shard(chunk.shard)
-            if file is None or file.fd < 0:
-                work.append(
-                    (chunk, self._errors.chunk(errno.EINVAL, "cannot write: the shard is not reserved", chunk, path))
-                )
-            elif chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > file.size_bytes:
-                what = f"cannot write past the {file.size_bytes} bytes reserved"
-                work.append((chunk, self._errors.chunk(errno.EINVAL, what, chunk, path)))
-            else:
-                file.hold()
-                file.unallocated_bytes = max(0, file.unallocated_bytes - chunk.length)
-                work.append((chunk, file))
-        return await self._transfer(Op.WRITE, work)
-
-    async def _transfer(self, op: Op, work: list[tuple[ChunkIO, OpenFile | TierError]]) -> list[Result]:
-        """One batch for the engine. Lets go of the files, whatever happens."""
-        jobs: list[tuple[Job, OpenFile]] = []
-        for chunk, file in work:
-            if isinstance(file, OpenFile):
-                job = Job(op, file.fd, chunk.address, chunk.offset, chunk.length, file.direct)
-                job.after, job.signal = chunk.after, chunk.signal
-                jobs.append((job, file))
-            elif chunk.signal is not None:
-                chunk.signal.fire(False)  # else whoever waits for it waits for ever
-        try:
-            moved = iter(await self._medium.transfer(self._calls, jobs))
-        finally:
-            for _, held in jobs:
-                held.let_go()
-        return [
-            Result(file if isinstance(file, TierError) else self._errors.of_move(op, chunk, file.path, next(moved)))
-            for chunk, file in work
-        ]
+        return await self._chunks.write(chunks)
 
     async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
         path = self.layout.record(record)
@@ -255,18 +240,22 @@ class FileTier(Tier):
     async def abort(self, reservation: Reservation) -> None:
         await self._calls.finish(self._abort(reservation.shard))
 
-    async def _abort(self, shard: ShardKey, only: Reservation | None = None) -> None:
+    async def _abort(self, shard: ShardKey, only: Reservation | None = None, *, keep: bool = False) -> None:
         """`only`: unless another reservation has taken its place meanwhile."""
         async with self._locks.hold(shard):
             file = self._writers.files.get(shard)
             if file is not None and (only is None or file.reservation is only):
-                await self._discard(shard)
+                await self._discard(shard, keep=keep)
 
-    async def _discard(self, shard: ShardKey) -> None:
+    async def _discard(self, shard: ShardKey, *, keep: bool = False) -> None:
+        """Ends a reservation. `keep`: its file stays, as if the process had died."""
         if shard not in self._writers.files:
             return
         try:
-            await self._writers.discard(shard)
+            if keep:
+                self._writers.let_go(shard)
+            else:
+                await self._writers.discard(shard)
         except OSError as error:
             raise self._errors.translate(error, "cannot remove an aborted shard", self.layout.shard(shard)) from error
         finally:
@@ -313,16 +302,10 @@ class FileTier(Tier):
     async def read(self, chunks: Sequence[ChunkIO]) -> list[Result]:
         self._check_open()
         files = await self._calls.finish(self._readers.open([chunk.shard for chunk in chunks]), _let_go)
-        work: list[tuple[ChunkIO, OpenFile | TierError]] = []
-        for chunk in chunks:
-            file = files[chunk.shard]
-            if isinstance(file, OpenFile):
-                file.hold()
-                work.append((chunk, file))
-            else:
-                work.append((chunk, self._errors.translate(file, "cannot read", self.layout.shard(chunk.shard))))
-        await _let_go(files)
-        return await self._transfer(Op.READ, work)
+        try:
+            return await self._chunks.read(chunks, files)
+        finally:
+            await _let_go(files)
 
     async def lease(self, shards: Sequence[ShardKey]) -> Lease:
         self._check_open()
@@ -345,7 +328,7 @@ class FileTier(Tier):
         try:
             data = await self._calls.finish(_records.fetch(path, self._calls.executor))
             if data is None:
-                await self._calls.call(_folders.check_root, self.layout.root, False)
+                await self._check_root()
         except OSError as error:
             raise self._errors.translate(error, "cannot read a record", path) from error
         return data
@@ -357,7 +340,7 @@ class FileTier(Tier):
         try:
             listed = await self._calls.call(_folders.list_run, path)
             if listed is None:
-                await self._calls.call(_folders.check_root, self.layout.root, False)
+                await self._check_root()
                 return
             attempts, files = listed
             for file in files:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from stepwell.errors import CheckpointGone, TierError, TierUnavailable
+from stepwell.errors import CheckpointGone, TierError
 from stepwell.tiers._books import Books
 from stepwell.tiers._paths import check_checkpoint, check_record, check_run, check_shard
 from stepwell.tiers.base import (
@@ -31,6 +31,7 @@ from stepwell.tiers.base import (
     Tier,
     TierInfo,
     Usage,
+    not_open,
     tier_error,
 )
 
@@ -63,12 +64,12 @@ class MemoryTier(Tier):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TierUnavailable("The tier was closed", tier=self.info.name)
+            raise not_open(self.info.name, "closed")
 
     def _error(self, number: int, what: str, shard: ShardKey, **where: Any) -> TierError:
         return tier_error(number, f"Tier {self.info.name}: {what}", key=str(shard), **where)
 
-    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
         self._check_open()
         check_shard(shard)
         if shard in self._books.committed:
@@ -78,6 +79,8 @@ class MemoryTier(Tier):
         refused = self._books.over_capacity(shard, size_bytes, self.info.name)
         if refused:
             return refused
+        if resume and self._books.reserved.get(shard) == size_bytes:
+            return Reservation(shard, size_bytes, resumed=True)
         self._books.reserve(shard, size_bytes)
         self._shards[shard] = bytearray(size_bytes)
         return Reservation(shard, size_bytes)

@@ -1,4 +1,4 @@
-"""What drivers share beyond the contract, as wrappers around any of them: throttling, faults, tracing."""
+"""What drivers share beyond the contract, as wrappers around any of them: limits, retries, faults, tracing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Literal, TypeVar
 
 from stepwell.tiers._calls import settle
 from stepwell.tiers._faults import Fault, Faulty
+from stepwell.tiers._paced import Paced
+from stepwell.tiers._retrying import Retrying
+from stepwell.tiers._timed import Timed
 from stepwell.tiers._wrapper import Wrapper, give_up
 from stepwell.tiers.base import (
     CheckpointKey,
@@ -22,7 +25,7 @@ from stepwell.tiers.base import (
     Tier,
 )
 
-__all__ = ["Event", "Fault", "Faulty", "Throttled", "Traced", "Wrapper"]
+__all__ = ["Event", "Fault", "Faulty", "Paced", "Retrying", "Throttled", "Timed", "Traced", "Wrapper"]
 
 T = TypeVar("T")
 
@@ -110,8 +113,10 @@ class Traced(Wrapper):
     async def start(self) -> None:
         await self._traced("start", "", super().start)
 
-    async def reserve(self, shard: ShardKey, size_bytes: int) -> Reservation | Refused:
-        return await self._traced("reserve", str(shard), lambda: self.tier.reserve(shard, size_bytes), size_bytes)
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
+        return await self._traced(
+            "reserve", str(shard), lambda: self.tier.reserve(shard, size_bytes, resume=resume), size_bytes
+        )
 
     async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
         return await self._traced("write", _shards(chunks), lambda: self.tier.write(chunks), _size(chunks))

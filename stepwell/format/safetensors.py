@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -77,15 +77,23 @@ class Header:
         return max((entry.end for entry in self.entries.values()), default=self.data_start)
 
 
+class _Described(msgspec.Struct, gc=False):
+    """One tensor in a header."""
+
+    dtype: str
+    shape: Sequence[int]
+    data_offsets: tuple[int, int]
+
+
 def encode_header(entries: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
     """The header of a file that holds `entries` (label, dtype, shape, bytes) in this order, back to back.
 
     Labels must be unique; the result's length is a multiple of 4096. Raises ValueError above the format's limit.
     """
-    ends = list(accumulate((entry[3] for entry in entries), initial=0))
+    labels, dtypes, shapes, sizes = zip(*entries, strict=True) if entries else ((), (), (), ())
+    offsets = pairwise(accumulate(sizes, initial=0))
     body: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    for index, (label, dtype, shape, _) in enumerate(entries):
-        body[label] = {"dtype": dtype, "shape": shape, "data_offsets": ends[index : index + 2]}
+    body.update(zip(labels, map(_Described, dtypes, shapes, offsets), strict=True))
     if len(body) != len(entries) + bool(metadata):
         raise ValueError("labels of a safetensors file must be unique and not __metadata__")
     text = msgspec.json.encode(body)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from stepwell.errors import StateError
 from stepwell.format.collecting import paused
-from stepwell.state.alias import NO_ALIASES, Array, extent_bytes, find_aliases
+from stepwell.state.alias import Array, find_aliases
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
-from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, PlanCache, ShardPlan, Span, Structure, make_plan
-from stepwell.state.skeleton import VERSION, part_names
+from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, PlanCache, ShardPlan
+from stepwell.state.skeleton import part_names
 from stepwell.state.source import ShardSource
+from stepwell.state.structure import Span, Structure
 
 _Tensor: Any = torch._C.TensorBase  # its descriptors, through map(), are the fastest way to ask 20,000 tensors
+#: tensors asked all questions before the next ones are: so many stay in the processor's caches meanwhile
+_ASKED_TOGETHER = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +33,19 @@ class Snapshot:
     Until the sources' bytes have been copied, the state must not change.
     """
 
-    skeleton: dict[str, Any]
     plan: Plan
+    tree: list[Any]
     addresses: Array
     tensors: list[torch.Tensor]
+
+    @cached_property
+    def skeleton(self) -> dict[str, Any]:
+        """The typed tree that goes into the rank's record: see `skeleton`."""
+        return {**self.plan.head, "tensors": self.plan.rows, "tree": self.tree}
+
+    def encoded_skeleton(self) -> bytes:
+        """The skeleton as JSON. Most of it is encoded once a plan."""
+        return msgspec.json.encode({**self.plan.head, "tensors": self.plan.encoded_rows, "tree": self.tree})
 
     @property
     def shards(self) -> list[ShardPlan]:
@@ -84,30 +98,15 @@ def capture(
 
 def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, header_split_bytes: int) -> Snapshot:
     encoder, tree, spans = _walk(state, careful=False)
-    addresses = _addresses(encoder)
-    if addresses is None:
+    answers = _ask(encoder)
+    if answers is None:
         encoder, tree, spans = _walk(state, careful=True)
-        addresses = _addresses(encoder)
-        assert addresses is not None, "a careful walk leaves only tensors with memory"
-    tensors = encoder.tensors
-    structure = _structure(encoder, spans, rank, world, header_split_bytes)
-    lazy = dict(structure.lazy)
-    extents = np.fromiter(map(_Tensor.nbytes.__get__, tensors), np.uint64, len(tensors))
-    sizes = extents.tolist()
-    for leaf, strides in lazy.items():
-        extents[leaf] = extent_bytes(structure.shapes[leaf], strides, structure.dtypes[leaf].itemsize)
-    aliases = find_aliases(tensors, addresses, extents) if tensors else NO_ALIASES
-    plan = plans.plan((structure, aliases), lambda: make_plan(structure, aliases, sizes))
-    skeleton = {
-        "version": VERSION,
-        "rank": rank,
-        "world": world,
-        "parts": [span.part for span in spans],
-        "groups": plan.groups,
-        "tensors": plan.rows,
-        "tree": tree,
-    }
-    return Snapshot(skeleton, plan, addresses, tensors)
+        answers = _ask(encoder)
+        assert answers is not None, "a careful walk leaves only tensors with memory"
+    structure = plans.known(_structure(encoder, answers, spans, rank, world, header_split_bytes))
+    addresses = np.array(answers.pointers, dtype=np.uint64)
+    aliases = find_aliases(encoder.tensors, addresses, structure.extents)
+    return Snapshot(plans.plan(structure, aliases), tree, addresses, encoder.tensors)
 
 
 def _walk(state: Mapping[Any, Any], *, careful: bool) -> tuple[Encoder, list[Any], list[Span]]:
@@ -121,49 +120,85 @@ def _walk(state: Mapping[Any, Any], *, careful: bool) -> tuple[Encoder, list[Any
     return encoder, tree, spans
 
 
-def _addresses(encoder: Encoder) -> Array | None:
-    """Where each tensor's data is; None if some tensor is not plain and the walk was not careful."""
+class _Answers(NamedTuple):
+    """What each tensor says of itself; a tensor of the walk is an index of every list."""
+
+    pointers: list[int]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    grads: list[bool]
+    contiguous: list[bool]
+    on_cpu: list[bool]
+    negated: list[bool]
+
+
+_QUESTIONS = _Answers(
+    _Tensor.data_ptr,
+    _Tensor.dtype.__get__,
+    _Tensor.shape.__get__,
+    _Tensor.requires_grad.__get__,
+    _Tensor.is_contiguous,
+    _Tensor.is_cpu.__get__,
+    _Tensor.is_neg,
+)
+
+
+def _ask(encoder: Encoder) -> _Answers | None:
+    """The walk's tensors; None if some tensor is not plain and the walk was not careful."""
     tensors = encoder.tensors
+    answers = _Answers([], [], [], [], [], [], [])
+    pairs: list[tuple[list[Any], Any]] = list(zip(answers, _QUESTIONS, strict=True))
     try:
-        pointers = list(map(_Tensor.data_ptr, tensors))
+        for at in range(0, len(tensors), _ASKED_TOGETHER):
+            some = tensors[at : at + _ASKED_TOGETHER]
+            for answer, question in pairs:
+                answer += map(question, some)
     except (RuntimeError, NotImplementedError):  # sparse and other layouts have no pointer
+        if encoder.careful:
+            raise
         return None
     if not encoder.careful:
-        if not QUANTISED.isdisjoint(map(_Tensor.dtype.__get__, tensors)):
+        if not QUANTISED.isdisjoint(answers.dtypes):
             return None
-        if not all(pointers) and any(
-            not p and (t.numel() or t.is_meta) for p, t in zip(pointers, tensors, strict=True)
-        ):
+        pointers = answers.pointers
+        if 0 in pointers and any(not p and (t.numel() or t.is_meta) for p, t in zip(pointers, tensors, strict=True)):
             return None
-    return np.array(pointers, dtype=np.uint64)
+    return answers
 
 
-def _structure(encoder: Encoder, spans: list[Span], rank: int, world: int, header_split_bytes: int) -> Structure:
-    tensors = encoder.tensors
-    count = len(tensors)
-    dtypes = tuple(map(_Tensor.dtype.__get__, tensors))
-    grads = tuple(map(_Tensor.requires_grad.__get__, tensors))
-    direct = np.fromiter(map(_Tensor.is_contiguous, tensors), np.bool_, count)
-    direct &= np.fromiter(map(_Tensor.is_cpu.__get__, tensors), np.bool_, count)
-    direct &= ~np.fromiter(map(_Tensor.is_neg, tensors), np.bool_, count)
-    if any(dtype.is_complex for dtype in set(dtypes)):
-        direct &= ~np.fromiter(map(_Tensor.is_conj, tensors), np.bool_, count)
-    classes = tuple(map(type, tensors))
+def _structure(
+    encoder: Encoder, answers: _Answers, spans: list[Span], rank: int, world: int, header_split_bytes: int
+) -> Structure:
+    tensors, grads = encoder.tensors, answers.grads
+    classes = list(map(type, tensors))
+    lazy = [(leaf, tensors[leaf].stride()) for leaf in _indirect(tensors, answers)]
     if True in grads:
         for leaf, grad in enumerate(grads):
             if grad and classes[leaf] is torch.Tensor:
                 tensors[leaf] = tensors[leaf].detach()  # so that no graph stays alive with the snapshot
     return Structure(
-        names=tuple(encoder.names),
-        spans=tuple(spans),
-        dtypes=dtypes,
-        shapes=tuple(map(_Tensor.shape.__get__, tensors)),
-        classes=classes,
-        grads=grads,
-        lazy=tuple((int(leaf), tensors[leaf].stride()) for leaf in np.flatnonzero(~direct)),
-        subclasses=tuple(sorted(encoder.classes.items())),
-        replicated=frozenset(encoder.replicated),
         rank=rank,
         world=world,
         header_split_bytes=header_split_bytes,
+        spans=spans,
+        replicated=frozenset(encoder.replicated),
+        subclasses=sorted(encoder.classes.items()),
+        lazy=lazy,
+        grads=grads,
+        classes=classes,
+        dtypes=answers.dtypes,
+        shapes=answers.shapes,
+        names=encoder.names,
     )
+
+
+def _indirect(tensors: list[torch.Tensor], answers: _Answers) -> list[int]:
+    """The tensors whose bytes are not the memory that they point to, as a whole and in order."""
+    direct = np.array(answers.contiguous, np.bool_)
+    if False in answers.on_cpu:
+        direct &= np.array(answers.on_cpu, np.bool_)
+    if True in answers.negated:
+        direct &= ~np.array(answers.negated, np.bool_)
+    if any(dtype.is_complex for dtype in set(answers.dtypes)):
+        direct &= ~np.fromiter(map(_Tensor.is_conj, tensors), np.bool_, len(tensors))
+    return np.flatnonzero(~direct).tolist()

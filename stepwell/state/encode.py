@@ -97,6 +97,11 @@ class Encoder:
         if self.careful or not _has_json_keys(value):
             return self._dict_carefully(value, name)
         tensors, names = self.tensors, self.names
+        if _PLAIN.issuperset(map(type, value.values())):
+            out = {key: ["t", leaf] for leaf, key in enumerate(value, len(tensors))}
+            tensors += value.values()
+            names += map(prefix.__add__, value)
+            return out
         for key, item in value.items():
             if type(item) in _PLAIN:
                 out[key] = ["t", len(tensors)]

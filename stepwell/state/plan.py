@@ -7,58 +7,39 @@ names, dtypes, shapes, placement and ties stay the same.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from operator import itemgetter
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
+from stepwell.format.collecting import paused
 from stepwell.format.safetensors import encode_header
-from stepwell.state.alias import Aliases, Array, own_strides
+from stepwell.state.alias import Aliases, Array, Tie, own_strides
 from stepwell.state.classes import class_name
-from stepwell.state.dtypes import NAME, stored_as
+from stepwell.state.dtypes import NAME, STORED, stored_as
+from stepwell.state.skeleton import VERSION
+from stepwell.state.structure import Structure
 
 #: parts below this many bytes share the shard "extra"
 EXTRA_BYTES = 1 << 20
 #: parts whose header would be larger are split; well below the format's limit, readers parse headers whole
 HEADER_SPLIT_BYTES = 64_000_000
+#: a file's note of ties is left out beyond this: headers are limited, and the record has every tie
+TIES_BYTES_MAX = 16_000_000
 #: plans kept; a trainer has one, an evaluation loop beside it perhaps another
 PLANS_MAX = 8
 MODEL = "model"
+T = TypeVar("T")
+Leaves = np.ndarray[Any, np.dtype[np.intp]]
 _STEM = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TAKEN = re.compile(r"extra|.*-\d{5,}-of-\d{5,}", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One part: its name and the range of its leaves."""
-
-    part: str
-    first: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Structure:
-    """All of a state that a plan depends on. Hashable and compared by value."""
-
-    names: tuple[str, ...]
-    spans: tuple[Span, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[torch.Size, ...]
-    classes: tuple[type, ...]
-    grads: tuple[bool, ...]
-    lazy: tuple[tuple[int, tuple[int, ...]], ...]  # leaves that cannot be read where they are: index, strides
-    subclasses: tuple[tuple[int, str], ...]
-    replicated: frozenset[int]
-    rank: int
-    world: int
-    header_split_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,100 +50,142 @@ class ShardPlan:
     header: bytes
     size: int
     offsets: Array
-    leaves: np.ndarray[Any, np.dtype[np.intp]]  # leaf of each piece but the first
-    lazy: np.ndarray[Any, np.dtype[np.intp]]  # pieces whose leaf must be made contiguous, or fetched, first
+    leaves: Leaves  # leaf of each piece but the first
+    lazy: Leaves  # pieces whose leaf must be made contiguous, or fetched, first
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Everything about a checkpoint of this structure, except plain values and addresses."""
 
+    structure: Structure
+    aliases: Aliases
+    labels: list[str]
     shards: list[ShardPlan]
     parts: dict[str, list[str]]
     part_bytes: dict[str, int]  # a tie counts where it is stored
-    rows: list[list[Any]]  # the skeleton's table of leaves
-    groups: list[int]
     sidecars: dict[str, bytes]
     nbytes: int
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """The skeleton without its table of leaves and its tree."""
+        return {
+            "version": VERSION,
+            "rank": self.structure.rank,
+            "world": self.structure.world,
+            "parts": [span.part for span in self.structure.spans],
+            "groups": list(self.aliases.groups),
+        }
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """The skeleton's table of leaves."""
+        return _rows(self.structure, self.aliases, self.labels)
+
+    @cached_property
+    def encoded_rows(self) -> msgspec.Raw:
+        """`rows` as JSON. Made when first asked for: by then bytes are moving already, and nobody waits for it."""
+        with paused():
+            return msgspec.Raw(msgspec.json.encode(self.rows))
+
 
 class PlanCache:
-    """The plans of the last few structures. Safe to share between threads."""
+    """The plans of the last few structures. Safe to share between threads.
+
+    Looked through one by one: comparing two structures costs less than hashing one, and most differ at once.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._plans: OrderedDict[tuple[Structure, Aliases], Plan] = OrderedDict()
+        self._plans: list[Plan] = []  # newest last
 
-    def plan(self, key: tuple[Structure, Aliases], make: Callable[[], Plan]) -> Plan:
-        """The plan kept for this key, or a new one."""
+    def known(self, structure: Structure) -> Structure:
+        """The equal structure of a kept plan, with what it has worked out already; else the one given."""
         with self._lock:
-            found = self._plans.get(key)
-            if found is not None:
-                self._plans.move_to_end(key)
-                return found
-        made = make()
+            return next((plan.structure for plan in reversed(self._plans) if plan.structure == structure), structure)
+
+    def plan(self, structure: Structure, aliases: Aliases) -> Plan:
+        """The plan kept for exactly this structure, as `known` returned it, or a new one."""
         with self._lock:
-            self._plans[key] = made
-            while len(self._plans) > PLANS_MAX:
-                self._plans.popitem(last=False)
+            for plan in self._plans:
+                if plan.structure is structure and plan.aliases == aliases:
+                    self._plans.remove(plan)
+                    self._plans.append(plan)
+                    return plan
+        made = make_plan(structure, aliases)
+        with self._lock:
+            self._plans = [*self._plans, made][-PLANS_MAX:]
         return made
 
 
-def make_plan(structure: Structure, aliases: Aliases, sizes: Sequence[int]) -> Plan:
-    """Plans shards for leaves of `sizes` bytes each."""
+def make_plan(structure: Structure, aliases: Aliases) -> Plan:
+    """Plans the shards."""
     tied = dict(aliases.ties)
-    labels = _labels(structure, tied)
-    files: dict[int, str] = {}
+    table = _Table(structure, _labels(structure, tied))
+    strides = dict(structure.lazy)
+    same = {leaf: tie.of for leaf, tie in aliases.ties if not _seen_otherwise(structure, strides, leaf, tie)}
+    sizes = structure.sizes
+    file_of = np.zeros(len(sizes), np.intp)
+    files: list[str] = []
     shards: list[ShardPlan] = []
     sidecars: dict[str, bytes] = {}
-    stored = [stored_as(dtype, shape) for dtype, shape in zip(structure.dtypes, structure.shapes, strict=True)]
-    for part, stem, leaves in _groups(structure, tied, sizes):
-        chunks = _split(leaves, labels, stored, structure.header_split_bytes)
+    for part, stem, leaves in _groups(structure, tied):
+        chunks = _split(leaves, table, structure.header_split_bytes)
         for number, chunk in enumerate(chunks, 1):
-            name = _file_name(stem, number, len(chunks), structure.rank, structure.world)
-            shards.append(_shard(name, part, chunk, labels, stored, sizes, structure))
-            files.update(dict.fromkeys(chunk, name))
+            file_of[chunk] = len(files)
+            files.append(_file_name(stem, number, len(chunks), structure.rank, structure.world))
+            shards.append(_shard(files[-1], part, chunk, table, structure, same))
         if len(chunks) > 1 and part == MODEL and structure.world == 1:
-            total = sum(sizes[leaf] for leaf in leaves)
-            index = {"metadata": {"total_size": total}, "weight_map": {labels[leaf]: files[leaf] for leaf in leaves}}
+            weights = {table.labels[leaf]: files[file_of[leaf]] for leaf in leaves.tolist()}
+            index = {"metadata": {"total_size": int(sizes[leaves].sum())}, "weight_map": weights}
             sidecars["model.safetensors.index.json"] = msgspec.json.format(msgspec.json.encode(index))
+    owners = np.arange(len(sizes))
+    for leaf, tie in tied.items():
+        owners[leaf] = tie.of
+    own = sizes.copy()
+    own[list(tied)] = 0
     return Plan(
+        structure=structure,
+        aliases=aliases,
+        labels=table.labels,
         shards=shards,
-        parts={span.part: _files_of(span, tied, files) for span in structure.spans},
-        part_bytes={
-            span.part: sum(sizes[leaf] for leaf in range(span.first, span.stop) if leaf not in tied)
+        parts={
+            span.part: [files[number] for number in _in_order(file_of[owners[span.first : span.stop]])]
             for span in structure.spans
         },
-        rows=_rows(structure, aliases, labels),
-        groups=list(aliases.groups),
+        part_bytes={span.part: int(own[span.first : span.stop].sum()) for span in structure.spans},
         sidecars=sidecars,
         nbytes=sum(shard.size for shard in shards),
     )
 
 
-def _files_of(span: Span, tied: dict[int, Any], files: dict[int, str]) -> list[str]:
-    owners = (tied[leaf].of if leaf in tied else leaf for leaf in range(span.first, span.stop))
-    return list(dict.fromkeys(files[leaf] for leaf in owners))
+def _in_order(numbers: Leaves) -> list[int]:
+    """Each number once, in the order of their first places."""
+    found, first = np.unique(numbers, return_index=True)
+    return [int(found[at]) for at in np.argsort(first)]
 
 
-def _groups(structure: Structure, tied: dict[int, Any], sizes: Sequence[int]) -> list[tuple[str, str, list[int]]]:
+def _groups(structure: Structure, tied: Mapping[int, Tie]) -> list[tuple[str, str, Leaves]]:
     """(part, file stem, leaves) of each set of files; small parts together in "extra"."""
-    out: list[tuple[str, str, list[int]]] = []
-    extra: list[int] = []
+    out: list[tuple[str, str, Leaves]] = []
+    extra: list[Leaves] = []
     stems: set[str] = set()
+    stored = np.ones(len(structure.names), np.bool_)
+    stored[list(tied)] = False
     for span in structure.spans:
-        leaves = [leaf for leaf in range(span.first, span.stop) if leaf not in tied]
-        if not leaves:
+        leaves = span.first + np.flatnonzero(stored[span.first : span.stop])
+        if not leaves.size:
             continue
-        if span.part != MODEL and sum(sizes[leaf] for leaf in leaves) < EXTRA_BYTES:
-            extra += leaves
+        if span.part != MODEL and structure.sizes[leaves].sum() < EXTRA_BYTES:
+            extra.append(leaves)
             continue
         stem = file_stem(span.part)
         if stem.lower() in stems:  # file systems that ignore case
             stem = _digested(span.part)
         stems.add(stem.lower())
         out.append((span.part, stem, leaves))
-    return [*out, ("extra", "extra", extra)] if extra else out
+    return [*out, ("extra", "extra", np.concatenate(extra))] if extra else out
 
 
 def file_stem(part: str) -> str:
@@ -181,7 +204,7 @@ def _file_name(stem: str, number: int, count: int, rank: int, world: int) -> str
     return f"{stem}{piece}{place}.safetensors"
 
 
-def _labels(structure: Structure, tied: dict[int, Any]) -> list[str]:
+def _labels(structure: Structure, tied: Mapping[int, Tie]) -> list[str]:
     """The unique name of each leaf in its file; leaves that store nothing have one, too, which nobody sees."""
     labels: list[str] = []
     for span in structure.spans:
@@ -200,10 +223,8 @@ def _labels(structure: Structure, tied: dict[int, Any]) -> list[str]:
     return _unique(labels, tied)
 
 
-def _unique(labels: list[str], tied: dict[int, Any]) -> list[str]:
-    try:
-        "\n".join(labels).encode()
-    except UnicodeEncodeError:
+def _unique(labels: list[str], tied: Mapping[int, Tie]) -> list[str]:
+    if not all(map(str.isascii, labels)):
         labels = [label.encode("utf-8", "backslashreplace").decode() for label in labels]
     taken = set(labels)
     if len(taken) == len(labels) and "__metadata__" not in taken:
@@ -221,69 +242,98 @@ def _unique(labels: list[str], tied: dict[int, Any]) -> list[str]:
     return out
 
 
-Stored = tuple[str, tuple[int, ...]]
+class _Table:
+    """What headers say of each leaf, by columns: rows of 20,000 leaves would cost more than all else here."""
+
+    def __init__(self, structure: Structure, labels: list[str]) -> None:
+        self.labels = labels
+        self.dtypes: list[str] = list(map(STORED.get, structure.dtypes))  # type: ignore[arg-type]  # mended below
+        self.shapes: list[tuple[int, ...]] = list(structure.shapes)
+        if None in self.dtypes:
+            for leaf, dtype in enumerate(structure.dtypes):
+                self.dtypes[leaf], self.shapes[leaf] = stored_as(dtype, structure.shapes[leaf])
+        longest, deepest = max(map(len, labels), default=0), max(map(len, self.shapes), default=0)
+        self.row_bytes_max = 13 * longest + 48 * deepest + 256  # of a header; escapes are long
 
 
-def _split(leaves: list[int], labels: Sequence[str], stored: Sequence[Stored], limit: int) -> list[list[int]]:
+def _picked(column: Sequence[T], leaves: Leaves) -> Sequence[T]:
+    if len(leaves) == 1:
+        return [column[leaves[0]]]
+    picked: Sequence[T] = itemgetter(*leaves.tolist())(column)
+    return picked
+
+
+def _split(leaves: Leaves, table: _Table, limit: int) -> list[Leaves]:
     """Runs of leaves, in the state's order, each with a header below the limit."""
-    longest = max(len(labels[leaf]) for leaf in leaves)
-    deepest = max(len(stored[leaf][1]) for leaf in leaves)
-    if (13 * longest + 48 * deepest + 256) * len(leaves) <= limit:
+    if table.row_bytes_max * len(leaves) <= limit:
         return [leaves]
-    chunks: list[list[int]] = [[]]
+    starts = [0]
     room = limit
-    for leaf in leaves:
-        text = msgspec.json.encode(labels[leaf])  # once as a key, once more escaped inside __metadata__
-        need = len(text) + len(msgspec.json.encode(text.decode())) + 48 * len(stored[leaf][1]) + 128
-        if need > room and chunks[-1]:
-            chunks.append([])
+    for at, leaf in enumerate(leaves.tolist()):
+        text = msgspec.json.encode(table.labels[leaf])  # once as a key, once more escaped inside __metadata__
+        need = len(text) + len(msgspec.json.encode(text.decode())) + 48 * len(table.shapes[leaf]) + 128
+        if need > room and at > starts[-1]:
+            starts.append(at)
             room = limit
-        chunks[-1].append(leaf)
         room -= need
-    return chunks
+    return np.split(leaves, starts[1:])
 
 
-def _shard(
-    name: str,
-    part: str,
-    leaves: list[int],
-    labels: Sequence[str],
-    stored: Sequence[Stored],
-    sizes: Sequence[int],
-    structure: Structure,
-) -> ShardPlan:
-    dtypes = structure.dtypes
-    width = {dtype: -dtype.itemsize for dtype in set(dtypes)}
-    ordered = sorted(leaves, key=lambda leaf: width[dtypes[leaf]])  # stable: then the state's order
+def _metadata(
+    part: str, labels: Sequence[str], shapes: Sequence[Sequence[int]], ties: dict[str, str]
+) -> dict[str, str]:
+    """What a file says about itself, for readers that have no record of it."""
     zeros = [{"saved_offsets": [0] * dimensions} for dimensions in range(65)]  # shared: whole tensors begin at zero
-    offsets_of = {labels[leaf]: zeros[len(stored[leaf][1])] for leaf in ordered}
+    offsets_of = dict(zip(labels, map(zeros.__getitem__, map(len, shapes)), strict=True))
     metadata = {
         "format": "pt",
         "stepwell": "1",
         "part": part.encode("utf-8", "backslashreplace").decode(),
         "DCP_SHARDING_INFO": msgspec.json.encode(offsets_of).decode(),
     }
-    header = encode_header([(labels[leaf], *stored[leaf], sizes[leaf]) for leaf in ordered], metadata)
-    filled = [leaf for leaf in ordered if sizes[leaf]]
-    lengths = np.array([0, len(header), *(sizes[leaf] for leaf in filled)], dtype=np.uint64)
+    encoded = msgspec.json.encode(ties)
+    if ties and len(encoded) <= TIES_BYTES_MAX:
+        metadata["ties"] = encoded.decode()
+    return metadata
+
+
+def _shard(
+    name: str, part: str, leaves: Leaves, table: _Table, structure: Structure, same: dict[int, int]
+) -> ShardPlan:
+    """same: leaf -> the leaf that it is another name for, no more."""
+    widest_first = np.argsort(-structure.widths[leaves].astype(np.int64), kind="stable")  # then the state's order
+    leaves = leaves[widest_first]
+    labels, shapes = _picked(table.labels, leaves), _picked(table.shapes, leaves)
+    sizes = structure.sizes[leaves]
+    here = set(leaves.tolist()) if same else ()
+    ties = {table.labels[leaf]: table.labels[of] for leaf, of in same.items() if of in here}
+    entries = zip(labels, _picked(table.dtypes, leaves), shapes, sizes.tolist(), strict=True)
+    header = encode_header(list(entries), _metadata(part, labels, shapes, ties))
+    filled = leaves[sizes > 0]
+    lengths = np.concatenate((np.array([0, len(header)], np.uint64), structure.sizes[filled]))
     offsets = np.cumsum(lengths, dtype=np.uint64)
-    lazy = {leaf for leaf, _ in structure.lazy}
+    lazy = np.array([leaf for leaf, _ in structure.lazy], np.intp)
     return ShardPlan(
         file=name,
         header=header,
         size=int(offsets[-1]),
         offsets=offsets,
-        leaves=np.array(filled, dtype=np.intp),
-        lazy=np.array([piece for piece, leaf in enumerate(filled, 1) if leaf in lazy], dtype=np.intp),
+        leaves=filled,
+        lazy=1 + np.flatnonzero(np.isin(filled, lazy)),
     )
+
+
+def _seen_otherwise(structure: Structure, strides: Mapping[int, tuple[int, ...]], leaf: int, tie: Tie) -> bool:
+    """The leaf has another shape or other strides than the one whose memory it shares. strides: of lazy leaves."""
+    if tie.shape != structure.shapes[tie.of] or tie.strides != strides.get(tie.of, tie.strides):
+        return True
+    return leaf in strides and tie.of not in strides
 
 
 def _rows(structure: Structure, aliases: Aliases, labels: Sequence[str]) -> list[list[Any]]:
     """The skeleton's leaves: label, dtype, shape and, where there is more to say, a map of it."""
-    rows: list[list[Any]] = [
-        [label, NAME[dtype], shape]
-        for label, dtype, shape in zip(labels, structure.dtypes, structure.shapes, strict=True)
-    ]
+    names = map(NAME.__getitem__, structure.dtypes)
+    rows: list[list[Any]] = list(map(list, zip(labels, names, structure.shapes, strict=True)))
     notes: dict[int, dict[str, Any]] = {}
     for leaf, (cls, grad) in enumerate(zip(structure.classes, structure.grads, strict=True)):
         if cls is not torch.Tensor or grad:
@@ -306,9 +356,7 @@ def _rows(structure: Structure, aliases: Aliases, labels: Sequence[str]) -> list
         if tie.same:
             note["same"] = True
         rows[leaf][0] = labels[tie.of]
-        if tie.shape != structure.shapes[tie.of] or tie.strides != true_strides.get(tie.of, tie.strides):
-            note["strides"] = tie.strides
-        elif leaf in true_strides and tie.of not in true_strides:
+        if _seen_otherwise(structure, true_strides, leaf, tie):
             note["strides"] = tie.strides
     for leaf, place in aliases.places:
         notes.setdefault(leaf, {})["in"] = [place.group, place.offset, place.strides]

@@ -72,7 +72,7 @@ def test_a_partial_copy_holds_some_parts_and_says_so(tmp_path: Path) -> None:
     near, far = FileTier(tmp_path / "near", name="near"), FileTier(tmp_path, name="far")
     with stepwell.open(run="run", tiers=[near]) as store:
         store.save(1, state()).wait()
-    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far]) as store:
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far], policies=[]) as store:
         store.flush(1, "far", parts=["model"])
         newest = store.latest()
         assert newest is not None and newest.tiers == ("near", "far") and newest.complete_on == ("near",)

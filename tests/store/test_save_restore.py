@@ -246,7 +246,7 @@ def test_sidecars_travel_with_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_failed_first_save_makes_the_next_call_raise(tmp_path: Path) -> None:
     class Broken(MemoryTier):
-        async def reserve(self, shard: Any, size_bytes: int) -> Any:
+        async def reserve(self, shard: Any, size_bytes: int, *, resume: bool = False) -> Any:
             raise stepwell.TierUnavailable("the tier is gone", tier="memory")
 
     store = stepwell.open(run="run", tiers=[Broken()])

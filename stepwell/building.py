@@ -1,0 +1,168 @@
+"""From a config to the objects of a store: drivers, not started yet, and policies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from stepwell.config import DRIVER_GROUP, Config, Mistakes, check_order
+from stepwell.errors import ConfigError
+from stepwell.format.names import check_run_name
+from stepwell.hostmem import cgroup_limit_bytes, local_ranks
+from stepwell.policies.base import Policy
+from stepwell.policies.evict import LRU
+from stepwell.policies.flush import FlushAll
+from stepwell.policies.retain import KeepLast
+from stepwell.schema import TierConfig
+from stepwell.tiers.base import Tier
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
+from stepwell.tiers.memory import MemoryTier
+from stepwell.tiers.pfs import PfsTier
+from stepwell.units import format_bytes
+
+Mode = Literal["w", "r"]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a store is made of."""
+
+    run: str
+    tiers: list[Tier]  # nearest first, not started
+    policies: list[Policy]
+    settings: dict[str, float]  # seconds, by the names of `stepwell.settings.Settings`
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What the machine gives to this process."""
+
+    local_ranks: int
+    limit_bytes: int  # of memory, of all local ranks together
+
+    @classmethod
+    def here(cls) -> Node:
+        return cls(local_ranks(), cgroup_limit_bytes())
+
+
+def build(
+    config: Config, *, run: str | None = None, mode: Mode = "w", node: Node | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Built:  # fmt: skip
+    """Makes the drivers and policies that a config asks for.
+
+    run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and no policies. node: None looks.
+    Raises ConfigError for what only shows here: no run, a host tier larger than the memory, a driver that cannot be
+    loaded or does not take what the file gives it.
+    """
+    name = run_name(config, run, environ)
+    mistakes = Mistakes(config.file, [tier.name for tier in config.tiers])
+    node = node or Node.here()
+    tiers = []
+    for i, tier in enumerate(config.tiers):
+        make = _MAKERS.get(tier.driver, make_other)
+        try:
+            tiers.append(make(tier, mode == "r", node))
+        except ConfigError as error:
+            key = error.where.get("key")
+            raise mistakes.error(f"tier[{i}]" + (f".{key}" if key else ""), error.what, error.todo) from error.__cause__
+    check_order([tier.info.name for tier in tiers], [tier.info.scope for tier in tiers], mistakes)
+    return Built(name, tiers, _policies(config) if mode == "w" else [], dict(config.settings))
+
+
+def run_name(config: Config, run: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """The run that is meant: `run`, else `STEPWELL_RUN`, else the file's. Raises ConfigError if nothing names one."""
+    named = run or (os.environ if environ is None else environ).get("STEPWELL_RUN") or config.run
+    if not named:
+        todo = "Give run='my-run' to open(), set STEPWELL_RUN, or write run = \"my-run\" in the file"
+        raise ConfigError("nothing says which run is meant", todo=todo, file=config.file)
+    return check_run_name(named)
+
+
+def _policies(config: Config) -> list[Policy]:
+    """One object for each rule of each tier. The first storage tier needs no flush rule: saves go there."""
+    storage = [tier for tier in config.tiers if tier.driver != "host"]
+    flushes: list[Policy] = [FlushAll(tier.name) for tier in storage[1:]]
+    retains: list[Policy] = [KeepLast(tier.name, tier.retain.last) for tier in storage if tier.retain is not None]
+    return flushes + retains
+
+
+# -- drivers -----------------------------------------------------------------------------
+
+
+def _make_host(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    return HostTier(LRU(), _private_bytes(tier, node), tier.name)
+
+
+def _make_memory(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    return MemoryTier(tier.name, _private_bytes(tier, node))
+
+
+def _private_bytes(tier: TierConfig, node: Node) -> int | None:
+    """This process's share of a node's memory; None: nothing was said."""
+    if tier.capacity is None:
+        return None
+    size = tier.capacity.of(node.limit_bytes)
+    if size > node.limit_bytes:
+        raise ConfigError(
+            f"{format_bytes(size)} are more than the {format_bytes(node.limit_bytes)} of memory that this job may use",
+            todo="Write a percentage such as '25%', or a smaller size",
+            key="capacity",
+        )
+    return max(1, size // node.local_ranks)
+
+
+def _make_file(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    assert tier.path is not None
+    capacity = tier.capacity.size_bytes if tier.capacity else None
+    survives = tier.survives or "reboot"
+    return FileTier(tier.path, name=tier.name, survives=survives, capacity_bytes=capacity, read_only=read_only)
+
+
+def _make_pfs(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    assert tier.path is not None
+    given: dict[str, Any] = {} if tier.timeout is None else {"timeout_s": float(tier.timeout)}
+    return PfsTier(
+        tier.path,
+        name=tier.name,
+        capacity_bytes=tier.capacity.size_bytes if tier.capacity else None,
+        read_only=read_only,
+        write_bytes_per_s=_share(tier, node),
+        **given,
+    )
+
+
+def _share(tier: TierConfig, node: Node) -> float | None:
+    return None if tier.bandwidth is None else tier.bandwidth / node.local_ranks
+
+
+def make_other(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    """A third party's driver: what its entry point names is called with name and read_only, and with those of path,
+    capacity_bytes, survives, write_bytes_per_s and timeout_s that the file gives."""
+    given = {
+        "path": tier.path,
+        "capacity_bytes": tier.capacity.size_bytes if tier.capacity else None,
+        "survives": tier.survives,
+        "write_bytes_per_s": _share(tier, node),
+        "timeout_s": None if tier.timeout is None else float(tier.timeout),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        point = next(point for point in entry_points(group=DRIVER_GROUP) if point.name == tier.driver)
+        made = point.load()(name=tier.name, read_only=read_only, **given)
+    except Exception as error:  # its code is not ours: whatever it raises, the reader needs the place in the file
+        todo = f"Check the package that brings the driver {tier.driver!r}, and the keys that it takes"
+        raise ConfigError(f"the driver cannot be made: {error!r}", todo=todo, key="driver") from error
+    if not isinstance(made, Tier):
+        todo = "Its entry point must name a class that follows stepwell.tiers.base.Tier"
+        raise ConfigError(f"the driver {tier.driver!r} is no tier, but {type(made).__name__}", todo=todo, key="driver")
+    return made
+
+
+_MAKERS: dict[str, Callable[[TierConfig, bool, Node], Tier]] = {
+    "host": _make_host, "memory": _make_memory, "file": _make_file, "pfs": _make_pfs,
+}  # fmt: skip

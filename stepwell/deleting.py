@@ -1,0 +1,125 @@
+"""Delete: chosen checkpoints, their manifests first, after checks that no slip of the hand gets past.
+
+A writer that runs does not mind when older checkpoints go. The newest one, and what is left of saves that were
+never committed, may be in its hands: before these go, the run is taken over, which a live writer refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepwell.catalog import Catalog
+from stepwell.copying import taken_over
+from stepwell.errors import CheckpointNotFound, ConfigError
+from stepwell.format.names import Attempt
+from stepwell.places import Named, Opened, Ref, is_run, look_up, opened, run_whole, started
+from stepwell.tiers.base import CheckpointKey, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """One checkpoint's copy on one tier, to be deleted."""
+
+    step: int
+    name: str  # of its folder
+    tier: str
+    path: Path
+    size_bytes: int
+    newest: bool  # the newest of its run
+    committed: bool  # False: what is left of a save
+
+
+def plan_deletion(refs: Sequence[Ref]) -> list[Doomed]:
+    """What `delete` with the same references would delete; deletes nothing.
+
+    Raises ConfigError for a whole run and for a folder that stepwell did not make, CheckpointNotFound.
+    """
+    return [doomed for named in _look_up(refs) for doomed in run_whole(_plan(named))]
+
+
+def delete(refs: Sequence[Ref], *, force: bool = False, on_deleted: Callable[[Doomed], None] = lambda _: None) -> None:
+    """Deletes checkpoints: a step, a range, a tag, a step folder; on every tier that has them.
+
+    force: also the newest checkpoint of a run. All references are checked before anything is deleted. Raises
+    what `plan_deletion` raises; ConfigError for the newest one without `force`; RunBusy if a writer holds the
+    run of the newest checkpoint or of a save that is not committed; TierError if a tier cannot delete.
+    """
+    everything = _look_up(refs)
+    plans = [run_whole(_plan(named)) for named in everything]
+    for plan in plans:
+        check_newest(plan, force)
+    for named, plan in zip(everything, plans, strict=True):
+        run_whole(_delete(named, plan, on_deleted))
+
+
+def check_newest(plan: Sequence[Doomed], force: bool) -> None:
+    """Raises ConfigError if the newest checkpoint of a run would go without `force`."""
+    for doomed in plan:
+        if doomed.newest and not force:
+            raise ConfigError(
+                f"step {doomed.step} is the newest checkpoint of its run; nothing was deleted",
+                todo="Leave it out, or say --force (force=True)",
+                path=str(doomed.path),
+            )
+
+
+def _look_up(refs: Sequence[Ref]) -> list[Named]:
+    found = [look_up(ref) for ref in refs]
+    for named in found:
+        folder = str(named.place.folder)
+        if named.place.kind == "plain":
+            raise ConfigError(
+                "stepwell did not make this folder and does not delete it; nothing was deleted",
+                todo=f"If you are sure: rm -r '{folder}'",
+                path=folder,
+            )
+        if named.place.kind == "step" and Attempt.parse(named.place.folder.name) is None:
+            raise ConfigError(
+                "this checkpoint was copied or renamed by others than stepwell; nothing was deleted",
+                todo=f"If you are sure: rm -r '{folder}'",
+                path=folder,
+            )
+        if named.place.kind == "run" and not named.place.selected:
+            raise ConfigError(
+                "this is a whole run; nothing was deleted",
+                todo=f"Name its checkpoints, such as '{named.text}@1200' or '{named.text}@..5000'",
+                path=folder,
+            )
+    return found
+
+
+async def _plan(named: Named) -> list[Doomed]:
+    place = named.place
+    try:
+        async with opened(named) as run:
+            newest = run.catalog.newest_first()[:1] if run.run else []
+            return [
+                _doomed(run, attempt, holding.tier, sum(holding.files.values()), newest=attempt in newest)
+                for attempt in run.chosen
+                for holding in run.catalog.holdings[attempt]
+            ]
+    except CheckpointNotFound:
+        attempt = Attempt.parse(place.folder.name)
+        if place.kind != "step" or attempt is None:
+            raise
+        size = sum(file.stat().st_size for file in place.folder.iterdir() if file.is_file())
+        return [Doomed(attempt.step, place.folder.name, "disk", place.folder, size, False, False)]
+
+
+def _doomed(run: Opened, attempt: Attempt, tier: Tier, size: int, *, newest: bool) -> Doomed:
+    root = Path(tier.info.detail.get("path", "?"))
+    return Doomed(attempt.step, attempt.folder, tier.info.name, root / run.run / attempt.folder, size, newest, True)
+
+
+async def _delete(named: Named, plan: Sequence[Doomed], on_deleted: Callable[[Doomed], None]) -> None:
+    async with AsyncExitStack() as stack:
+        run, tiers = await stack.enter_async_context(started(named, read_only=False))
+        if any(doomed.newest or not doomed.committed for doomed in plan) and is_run(plan[0].path.parent):
+            await stack.enter_async_context(taken_over(Catalog(run, tiers), tiers[-1]))
+        for doomed in plan:
+            tier = next(tier for tier in tiers if tier.info.name == doomed.tier)
+            await tier.drop([CheckpointKey(run, doomed.name)])
+            on_deleted(doomed)

@@ -1,0 +1,211 @@
+"""Flushes: each tier has a queue of checkpoints that must get there, and works through it by itself.
+
+A tier that fails is tried again, with pauses that grow, for as long as the store is open; the checkpoint is
+safe on the tier above meanwhile, and no other tier waits. What a try has written stays there, and the next
+one goes on from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from stepwell.backoff import Backoff
+from stepwell.clock import Clock
+from stepwell.errors import StepwellError, StoreClosed, TierError
+from stepwell.format.names import Attempt
+from stepwell.tiers.base import Tier
+from stepwell.tiers.host import Priority
+
+log = logging.getLogger("stepwell")
+
+#: after so many failed tries whoever waits for the flush is told; it is still tried again
+TELL_AFTER = 3
+#: commits that may wait for other ranks while the next checkpoint is copied already; ranks may be at different
+#: checkpoints when the order changes, and would wait for each other if one had to be finished first
+COMMITS_MAX = 64
+
+
+@dataclass(eq=False, slots=True)
+class Goal:
+    """A checkpoint that must get to a tier."""
+
+    attempt: Attempt
+    parts: tuple[str, ...] | None
+    priority: Priority
+    done: asyncio.Future[None] = field(repr=False)
+    tries: int = 0
+    error: StepwellError | None = None
+    running: bool = False
+    copied: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # only the commit is left
+    told: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # failed often enough, or done
+
+    async def wait(self) -> None:
+        """Returns when it is there; raises once it has failed for good or TELL_AFTER times."""
+        await self.told.wait()
+        if self.done.done():
+            self.done.result()
+        elif self.error is not None:
+            raise self.error
+
+
+#: copies a checkpoint to the tier and commits it there
+FlushOnce = Callable[[Goal], Awaitable[None]]
+
+
+class Flusher:
+    """One tier's queue. Lives on the event loop."""
+
+    def __init__(self, tier: Tier, flush_once: FlushOnce, clock: Clock, backoff: Backoff) -> None:
+        self.tier = tier
+        self._flush_once, self._clock, self._backoff = flush_once, clock, backoff
+        self._goals: list[Goal] = []  # all that are not done, in the order in which they will be tried
+        self._running: set[asyncio.Task[None]] = set()
+        self._worker: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._closed = False
+        self.last_error: StepwellError | None = None
+        self.next_try_at = 0.0  # monotonic; in the past unless the tier has failed
+
+    def want(self, attempt: Attempt, parts: Sequence[str] | None = None, priority: Priority = Priority.FLUSH) -> Goal:
+        """Puts a checkpoint into the queue, or finds it there; a higher priority moves it forward."""
+        if self._closed:
+            raise StoreClosed("the store is being closed", step=attempt.step, tier=self.tier.info.name)
+        wanted = None if parts is None else tuple(sorted(parts))
+        goal = next((g for g in self._goals if g.attempt == attempt and g.parts == wanted), None)
+        if goal is None:
+            goal = Goal(attempt, wanted, priority, asyncio.get_running_loop().create_future())
+            goal.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, whoever waits
+            self._goals.append(goal)
+        goal.priority = min(goal.priority, priority)
+        self._goals.sort(key=lambda g: g.priority)  # stable: first come, first served
+        self._wake.set()
+        if self._worker is None:
+            self._worker = asyncio.ensure_future(self._work())
+        return goal
+
+    def hurry(self) -> None:
+        """Newest first from now on, and at once: the store is being closed or drained."""
+        self._goals.sort(key=lambda g: (g.priority, -g.attempt.step))
+        self._backoff.succeeded()
+        self.next_try_at = 0.0
+        for goal in self._goals:
+            goal.tries = 0
+            if not goal.done.done():
+                goal.told.clear()
+        self._wake.set()
+
+    @property
+    def goals(self) -> list[Goal]:
+        return list(self._goals)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last try failed and the next one is being waited for."""
+        return self._backoff.failures > 0
+
+    async def _work(self) -> None:
+        while True:
+            goal = next((g for g in self._goals if not g.running), None)
+            if goal is None or len(self._running) >= COMMITS_MAX:
+                await self._woken()
+                continue
+            pause = self.next_try_at - self._clock.monotonic()
+            if pause > 0:
+                await self._pause(pause)
+                continue
+            goal.running = True
+            goal.copied.clear()
+            task = asyncio.ensure_future(self._try(goal))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            await goal.copied.wait()
+
+    async def _woken(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+
+    async def _pause(self, seconds: float) -> None:
+        """Until then, or until something makes it worth trying earlier."""
+        sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
+        waking = asyncio.ensure_future(self._woken())
+        try:
+            await asyncio.wait([sleeping, waking], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeping.cancel()
+            waking.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._wake.set()
+
+    async def _try(self, goal: Goal) -> None:
+        name = self.tier.info.name
+        try:
+            await self._flush_once(goal)
+        except TierError as error:
+            self._failed(goal, error)
+        except StepwellError as error:  # trying again would not help: say so
+            log.error("step %d does not get to %s: %s", goal.attempt.step, name, error)
+            self.last_error = goal.error = error
+            self._finish(goal, error)
+        except Exception as error:
+            log.exception("step %d does not get to %s", goal.attempt.step, name)
+            self._finish(goal, error)
+        else:
+            self._backoff.succeeded()
+            self._finish(goal, None)
+        finally:
+            goal.running = False
+            goal.copied.set()
+
+    def _failed(self, goal: Goal, error: TierError) -> None:
+        goal.tries += 1
+        goal.error = self.last_error = error
+        pause = self._backoff.failed()
+        self.next_try_at = self._clock.monotonic() + pause
+        log.warning(
+            "flushing step %d to %s failed (try %d, again in %.1f s): %s",
+            goal.attempt.step, self.tier.info.name, goal.tries, pause, error,
+        )  # fmt: skip
+        if goal.tries >= TELL_AFTER:
+            goal.told.set()
+
+    def _finish(self, goal: Goal, error: Exception | None) -> None:
+        self._goals.remove(goal)
+        if error is None:
+            goal.done.set_result(None)
+        else:
+            goal.done.set_exception(error)
+        goal.told.set()
+
+    async def idle(self) -> None:
+        """Returns once every checkpoint is there, or has failed TELL_AFTER times since `hurry`."""
+        while waiting := [goal for goal in self._goals if not goal.told.is_set()]:
+            await waiting[0].told.wait()
+
+    async def close(self) -> None:
+        """Gives up what is not there; tries under way are cancelled."""
+        self._closed = True
+        tasks = [task for task in (self._worker, *self._running) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for goal in self._goals:
+            if not goal.done.done():
+                why = f": {goal.error}" if goal.error else ""
+                goal.done.set_exception(
+                    StoreClosed(
+                        f"the store was closed before the checkpoint was there{why}",
+                        todo="The next store that opens this run goes on with it",
+                        step=goal.attempt.step,
+                        tier=self.tier.info.name,
+                    )
+                )
+            goal.told.set()
+        self._goals.clear()
+
+    def __repr__(self) -> str:
+        return f"<Flusher to {self.tier.info.name}: {len(self._goals)} checkpoints to go>"

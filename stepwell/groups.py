@@ -1,0 +1,87 @@
+"""Tasks that outlive whoever started them, by the shard whose memory and files they use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from stepwell.tiers.base import ShardKey
+
+
+class Tasks:
+    """All running chunk operations of a mover."""
+
+    def __init__(self) -> None:
+        self._busy: dict[ShardKey, set[asyncio.Task[None]]] = {}
+
+    def start(self, key: ShardKey, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._busy.setdefault(key, set()).add(task)
+        task.add_done_callback(lambda done: self._ended(key, done))
+        return task
+
+    def _ended(self, key: ShardKey, task: asyncio.Task[None]) -> None:
+        busy = self._busy[key]
+        busy.discard(task)
+        if not busy:
+            del self._busy[key]
+
+    async def settled(self, keys: Iterable[ShardKey]) -> None:
+        """Returns once no operation of these shards runs."""
+        wanted = list(keys)
+        while tasks := [task for key in wanted for task in self._busy.get(key, ())]:
+            await asyncio.wait(tasks)
+
+
+class Group:
+    """Operations that were started together; the first error is theirs."""
+
+    def __init__(self, tasks: Tasks, *, stop_on_error: bool = True) -> None:
+        self._tasks, self._stop_on_error = tasks, stop_on_error
+        self._running: set[asyncio.Task[None]] = set()
+        self._errors: list[BaseException] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether no more should be started."""
+        return self._stop_on_error and bool(self._errors)
+
+    def start(self, key: ShardKey, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.start(key, work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if (error := task.exception()) is not None:
+            self._errors.append(error)
+
+    async def end(self) -> None:
+        """Waits for all; raises the first error."""
+        while self._running:
+            await asyncio.wait(self._running)
+        if self._errors:
+            raise self._errors[0]
+
+
+class Countdown:
+    """Calls back once it is sealed and as many went down as went up."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done, self._open, self._sealed = done, 0, False
+
+    def up(self) -> None:
+        self._open += 1
+
+    def down(self) -> None:
+        self._open -= 1
+        self._check()
+
+    def seal(self) -> None:
+        self._sealed = True
+        self._check()
+
+    def _check(self) -> None:
+        if self._sealed and self._open == 0:
+            self._done()

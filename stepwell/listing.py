@@ -1,0 +1,227 @@
+"""Listings: which runs lie under a folder, what a run holds, and what is inside one checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from stepwell import refs
+from stepwell.catalog import Catalog, Debris
+from stepwell.checkpoint import Checkpoint
+from stepwell.config import Config
+from stepwell.errors import StepwellError
+from stepwell.format.names import Attempt, rank_file
+from stepwell.format.records import Manifest, RankRecord, ShardRecord, decode
+from stepwell.places import Named, Opened, describe, opened
+from stepwell.plainfiles import SUFFIX, read_header, weight_files
+from stepwell.tiers.base import RecordKey
+
+if TYPE_CHECKING:
+    from stepwell.shards import Layout
+
+#: how deep below a folder runs are looked for: root/team/run
+DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A folder that holds checkpoints: a run, or plain safetensors files."""
+
+    kind: Literal["run", "plain"]
+    path: Path
+    size_bytes: int
+    checkpoints: int  # that have a manifest; 0 for plain files
+    unfinished: int  # step folders without one
+    newest_step: int | None
+    newest_at: float | None  # when that was committed or the newest file was changed: seconds since 1970
+
+
+@dataclass(slots=True)
+class RunListing:
+    """What a run holds."""
+
+    run: str
+    folder: Path
+    tiers: list[str]
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # by rising step, abandoned ones too
+    unreadable: dict[str, str] = field(default_factory=dict)  # checkpoint -> why its manifest cannot be read
+    debris: list[Debris] = field(default_factory=list)
+
+
+# -- under a folder ----------------------------------------------------------------------
+
+
+def find_here(root: Path) -> Iterator[Here]:
+    """The runs and plain folders under `root`, itself included, by path. Reads no file, only folders.
+
+    What cannot be read, and links to folders, are passed over below `root`; `root` itself raises OSError.
+    """
+    names = sorted(os.listdir(root))
+    yield from _here(root, names, DEPTH)
+
+
+def _here(folder: Path, names: Sequence[str], depth: int) -> Iterator[Here]:
+    kind = refs.kind_of(folder.name, names)
+    if kind == "run":
+        yield _run(folder, names)
+        return
+    if kind == "plain":
+        yield _plain(folder, names)
+    if kind == "step" or not depth:
+        return
+    for name in names:
+        below = folder / name
+        if name.startswith(".") or below.is_symlink():
+            continue
+        try:
+            inside = sorted(os.listdir(below))
+        except OSError:
+            continue
+        yield from _here(below, inside, depth - 1)
+
+
+def _run(folder: Path, names: Sequence[str]) -> Here:
+    committed: list[tuple[int, float]] = []
+    size = unfinished = 0
+    for name in names:
+        attempt = Attempt.parse(name)
+        if attempt is None:
+            continue
+        made = None
+        for entry in _entries(folder / name):
+            size += entry.stat().st_size
+            if entry.name == "manifest.json":
+                made = entry.stat().st_mtime
+        if made is None:
+            unfinished += 1
+        else:
+            committed.append((attempt.step, made))
+    step, made = max(committed, default=(None, None))
+    return Here("run", folder, size, len(committed), unfinished, step, made)
+
+
+def _plain(folder: Path, names: Sequence[str]) -> Here:
+    found = [entry.stat() for entry in _entries(folder) if entry.name.endswith(SUFFIX)]
+    newest = max((stat.st_mtime for stat in found), default=None)
+    return Here("plain", folder, sum(stat.st_size for stat in found), 0, 0, None, newest)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The files of a folder; none if it is gone meanwhile."""
+    try:
+        with os.scandir(folder) as listing:
+            return [entry for entry in listing if entry.is_file()]
+    except OSError:
+        return []
+
+
+def config_roots(config: Config) -> list[Path]:
+    """The folders of the config's tiers that are there, nearest first."""
+    return [Path(tier.path) for tier in config.tiers if tier.path is not None and Path(tier.path).is_dir()]
+
+
+# -- a run -------------------------------------------------------------------------------
+
+
+async def list_run(named: Named) -> RunListing:
+    """Every checkpoint that the reference means, by rising step, and what is no checkpoint."""
+    async with opened(named) as run:
+        out = RunListing(run.run, named.place.folder, [tier.info.name for tier in run.tiers])
+        for attempt in run.chosen:
+            try:
+                out.checkpoints.append(await describe(run.catalog, attempt))
+            except StepwellError as error:
+                out.unreadable[attempt.folder] = error.what
+        if not named.place.selected:
+            out.debris = sorted(run.catalog.debris, key=lambda d: (d.attempt.step, d.attempt))
+        return out
+
+
+# -- a checkpoint ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One stored tensor."""
+
+    name: str  # its part, and its dotted key inside
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(slots=True)
+class Inside:
+    """All that the records say of one checkpoint."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    folders: dict[str, str]  # tier -> where it lies
+    files: dict[str, int]  # on the nearest tier
+    ranks: dict[int, RankRecord]
+    wrong: list[str] = field(default_factory=list)  # records that cannot be read
+
+
+async def look_inside(run: Opened, attempt: Attempt) -> Inside:
+    """Reads the checkpoint's records. Raises StepwellError if its manifest is good nowhere."""
+    catalog = run.catalog
+    manifest = await catalog.manifest(attempt)
+    held = catalog.holdings[attempt]
+    folders = {h.tier.info.name: _path(h.tier.info.detail.get("path", "?"), run.run, attempt) for h in held}
+    inside = Inside(await describe(catalog, attempt), manifest, folders, dict(sorted(held[0].files.items())), {})
+    for rank in manifest.covers:
+        try:
+            inside.ranks[rank] = await _rank(catalog, attempt, rank)
+        except StepwellError as error:
+            inside.wrong.append(str(error))
+    return inside
+
+
+def _path(root: str, run: str, attempt: Attempt) -> str:
+    return os.path.join(root, run, attempt.folder) if run else os.path.join(root, attempt.folder)
+
+
+async def _rank(catalog: Catalog, attempt: Attempt, rank: int) -> RankRecord:
+    name = f"{attempt.folder}/{rank_file(rank)}"
+    for holding in catalog.holdings[attempt]:
+        data = await holding.tier.fetch(RecordKey(catalog.run, name))
+        if data is not None:
+            return decode(data, RankRecord, path=name)
+    raise StepwellError("a rank's record is missing", todo="See stepwell verify", path=name)
+
+
+def tensors_of(record: RankRecord) -> list[Tensor]:
+    """Every tensor of a rank, with its dtype and shape as they were saved. Imports torch."""
+    from stepwell.shards import recorded_layout
+    from stepwell.state.skeleton import read_skeleton, tensors
+
+    skeleton = read_skeleton(msgspec.json.decode(record.skeleton), f"rank record {record.rank}")
+    where = {label: s.file for s in record.shards for label in recorded_layout(s, skeleton.leaves).labels}
+    return [
+        Tensor(f"{leaf.part}.{leaf.key}" if leaf.key else leaf.part, leaf.dtype, leaf.shape, where.get(label, "?"))
+        for label, leaf in tensors(skeleton).items()
+    ]
+
+
+def plain_tensors(folder: Path, only: str | None) -> list[Tensor]:
+    """Every tensor of a folder of safetensors files, with safetensors' own names of dtypes. Raises FormatError."""
+    files, _ = weight_files(folder, only)
+    return [
+        Tensor(entry.label, entry.dtype, entry.shape, name)
+        for name in files
+        for entry in read_header(folder / name).entries.values()
+    ]
+
+
+def layout_of(record: RankRecord, shard: ShardRecord) -> Layout:
+    """Where in a shard each tensor lies. Imports torch; raises FormatError for a record that does not add up."""
+    from stepwell.shards import recorded_layout
+    from stepwell.state.skeleton import read_skeleton
+
+    skeleton = read_skeleton(msgspec.json.decode(record.skeleton), f"rank record {record.rank}")
+    return recorded_layout(shard, skeleton.leaves)

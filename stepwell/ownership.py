@@ -1,0 +1,143 @@
+"""Taking a run over, once a process: the epoch, what counts of the older ones, and what they left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable
+
+from stepwell.chain import Chain
+from stepwell.commit import Committer
+from stepwell.epochs import Writership
+from stepwell.format.names import RUN_FILE, Attempt
+from stepwell.format.records import Rewind, RunRecord, encode
+from stepwell.jobs import Job, wait_for
+from stepwell.tiers.base import CheckpointKey, RecordKey, Tier
+from stepwell.timeline import add_rewind, by_step, current
+
+log = logging.getLogger("stepwell")
+
+
+class Ownership:
+    """The right to write a run, and the line of checkpoints that it goes on with. Lives on the event loop."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._ready: asyncio.Task[None] | None = None
+        self.run_id = ""
+        self.timeline = 0
+        self.rewinds: list[Rewind] = []
+        self.parent: str | None = None  # of the next save
+        self._before: dict[str, str | None] = {}  # saves under way -> the parent of each
+        self.job: Job
+        self.writership: Writership
+        self.committer: Committer
+
+    @property
+    def taken(self) -> bool:
+        ready = self._ready
+        return ready is not None and ready.done() and not ready.cancelled() and ready.exception() is None
+
+    async def take(self, job: Job) -> int:
+        """Takes the run over if that has not been done; returns the epoch. Raises RunBusy."""
+        ready = self._ready
+        if ready is None or (ready.done() and (ready.cancelled() or ready.exception() is not None)):
+            self._ready = ready = asyncio.ensure_future(self._try_to_take_over(job))
+        await asyncio.shield(ready)
+        return self.writership.epoch
+
+    async def _try_to_take_over(self, job: Job) -> None:
+        self.writership = Writership(self._chain.run, self._chain.authority, job, self._chain.clock)
+        try:
+            await self._take_over(job)
+        except BaseException:
+            await self.writership.close()  # else this process would be in its own way when it tries again
+            raise
+
+    async def _take_over(self, job: Job) -> None:
+        chain, catalog = self._chain, self._chain.catalog
+        self.job = job
+        group = f"stepwell/{chain.run}/{chain.settings.open_number}/{job.restarts}"
+        timeout_s = chain.settings.rank_timeout_seconds
+        self.committer = Committer(chain.run, job, self.writership, group, timeout_s)
+        await catalog.refresh()
+        if job.leader:
+            await self.writership.acquire()
+            await catalog.refresh()
+            for attempt, tier in await self.committer.adopt(catalog):
+                log.warning(
+                    "step %d was complete on %s but not committed by its writer; committed it now", attempt.step, tier
+                )
+                await catalog.refresh()
+            catalog.require_all_tiers("the run cannot be taken over")  # what is not on the list counts no more
+            await self.writership.publish_seen([attempt.folder for attempt in catalog.holdings])
+            job.store.put(f"{group}/epoch", str(self.writership.epoch).encode())
+        else:
+            self.writership.epoch = int(await wait_for(job.store, f"{group}/epoch", timeout_s, "the leader's epoch"))
+        await self.committer.meet()
+        newest = await catalog.newest_manifest()
+        if newest is not None:
+            self.timeline, self.rewinds, self.run_id = newest.timeline, list(newest.rewinds), newest.run_id
+            line = catalog.newest_first()
+            self.parent = line[0].folder if line else None
+        self.run_id = self.run_id or uuid.uuid4().hex
+        if job.leader:
+            await self.write_run_record(chain.first)
+            self.writership.start_beating()
+
+    async def write_run_record(self, tier: Tier) -> None:
+        record = RunRecord(run_id=self.run_id, made=self._chain.clock.wall())
+        await tier.commit(RecordKey(self._chain.run, RUN_FILE), encode(record))
+
+    def hidden_base(self, step: int) -> int | None:
+        """The step to rewind to if a save of `step` would not be the newest: checkpoints that turned up after the
+        caller had looked, because the takeover adopted them or another writer was faster. None if there are none."""
+        steps = [attempt.step for attempt in current(self._chain.catalog.holdings, self.rewinds)]
+        if not steps or steps[0] < step:
+            return None
+        return max((before for before in steps if before < step), default=-1)
+
+    def rewind(self, to: int, attempt: Attempt) -> None:
+        """From `attempt` on, later steps than `to` are abandoned."""
+        self.rewinds = add_rewind(self.rewinds, Rewind(to, attempt.epoch, attempt.call))
+        self.timeline += 1
+        bases = by_step(self._chain.catalog.holdings, to, self._chain.catalog.rewinds)
+        self.parent = bases[0].folder if bases else None
+
+    def next_parent(self, attempt: Attempt) -> str | None:
+        """The parent of `attempt`, which is the next one's, unless it fails."""
+        parent, self.parent = self.parent, attempt.folder
+        self._before[attempt.folder] = parent
+        return parent
+
+    def failed(self, attempt: Attempt) -> None:
+        """`attempt` is not committed: the next save goes on from the one before."""
+        before = self._before.pop(attempt.folder, None)
+        if self.parent == attempt.folder:
+            self.parent = before
+
+    def committed(self, attempt: Attempt) -> None:
+        self._before.pop(attempt.folder, None)
+
+    async def clean(self, wanted: Iterable[tuple[Attempt, str]]) -> None:
+        """Frees what killed saves left: attempts of older epochs, whose writers cannot come back.
+
+        wanted: (attempt, tier) of flushes that will go on from what is there.
+        """
+        keep = set(wanted)
+        for debris in self._chain.catalog.debris:
+            if debris.late or debris.attempt.epoch >= self.writership.epoch or (debris.attempt, debris.tier) in keep:
+                continue
+            log.warning(
+                "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
+                debris.attempt.step,
+                debris.tier,
+                debris.size_bytes,
+            )
+            await self._chain.named(debris.tier).drop([CheckpointKey(self._chain.run, debris.attempt.folder)])
+
+    async def close(self) -> None:
+        """Gives the run up, so that the next writer need not wait."""
+        if self.taken:
+            await self.writership.close()

@@ -1,0 +1,271 @@
+"""One save, carried out: state -> host memory -> first storage tier, each with its commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from stepwell import native
+from stepwell.chain import Chain, Keep, reserve
+from stepwell.commit import rank_record
+from stepwell.errors import NotPlanned, SaveFailed, StepwellError, TierError, TierFull
+from stepwell.format.names import Attempt, rank_file
+from stepwell.format.records import Draft, FileRecord
+from stepwell.hostmem import host_budget_bytes, local_ranks
+from stepwell.mover import Healing, Reading, ShardJob
+from stepwell.ownership import Ownership
+from stepwell.saving import Order, Save, Turns
+from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
+from stepwell.tiers.host import Priority
+
+log = logging.getLogger("stepwell")
+
+#: pauses before a write that failed is tried again from host memory; together below a collective's patience
+RETRY_S = (0.2, 1.0, 5.0)
+#: how long a failed save waits until what it took is free again; a stuck tier frees nothing
+GIVE_UP_S = 5.0
+#: how often a rank looks whether another one has given the save up
+ABORT_POLL_S = 0.25
+
+
+class Saver:
+    """Carries out the saves of one run. Lives on the event loop."""
+
+    def __init__(self, chain: Chain, owner: Ownership, keep: Keep) -> None:
+        """keep: holds on to background work until it is done."""
+        self._chain, self._owner, self._keep = chain, owner, keep
+        self._drafts, self._commits = Turns(), Turns()
+
+    async def save(self, save: Save) -> Attempt:
+        """Returns once the checkpoint is committed on the first storage tier. Raises what went wrong."""
+        order = save.take_order()
+        drafts, commits = self._drafts.take(), self._commits.take()
+        try:
+            if order.job.world == 1:
+                return await self._carry_out(save, order, drafts[0], commits[0], drafts[1])
+            return await self._together(save, order, drafts[0], commits[0], drafts[1])
+        finally:
+            for _, mine in (drafts, commits):
+                if not mine.done():
+                    mine.set_result(None)
+
+    async def _together(
+        self,
+        save: Save,
+        order: Order,
+        drafted: asyncio.Future[None] | None,
+        committed: asyncio.Future[None] | None,
+        mine: asyncio.Future[None],
+    ) -> Attempt:
+        """As one with the other ranks: if one of them gives up, all do, and each frees what it took."""
+        await self._owner.take(order.job)
+        key = f"{self._owner.committer.group}/call-{order.call}/given-up"
+        store = order.job.store
+        work = asyncio.ensure_future(self._carry_out(save, order, drafted, committed, mine))
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=ABORT_POLL_S)
+                if not work.done() and (reason := store.poll(key)) is not None:
+                    work.cancel()
+                    await asyncio.wait([work])
+                    raise SaveFailed(f"another rank gave this save up: {reason.decode()}", step=order.step)
+            return work.result()
+        except BaseException as error:
+            work.cancel()
+            if store.poll(key) is None:
+                store.put(key, f"rank {order.job.rank}: {error or type(error).__name__}".encode())
+            raise
+
+    async def _carry_out(
+        self,
+        save: Save,
+        order: Order,
+        drafted: asyncio.Future[None] | None,
+        committed: asyncio.Future[None] | None,
+        mine: asyncio.Future[None],
+    ) -> Attempt:
+        chain, first = self._chain, self._chain.first
+        attempt = Attempt(await self._owner.take(order.job), order.call, order.step)
+        save.checkpoint = attempt.folder
+        key = CheckpointKey(chain.run, attempt.folder)
+        jobs = [
+            ShardJob(ShardKey(key, shard.file), shard.size, order.snapshot.source(i))
+            for i, shard in enumerate(order.snapshot.shards)
+        ]
+        sizes = [(job.key, job.size) for job in jobs]
+        hosted = await self._reserve_host(save, order, jobs, drafted)
+        reserved: list[Reservation] = []
+        putting: asyncio.Task[None] | None = None
+        try:
+            reserved += await reserve(first, sizes)
+            copied = asyncio.Event()
+
+            def on_copied() -> None:
+                save.mark_copied()
+                copied.set()
+
+            kept = hosted is not None
+            putting = asyncio.ensure_future(chain.mover.put(first, jobs, on_copied, kept=kept))
+            await _either(putting, copied)
+            if drafted is not None:
+                await asyncio.shield(drafted)
+            record = rank_record(order, attempt, jobs, self._draft(order, attempt))
+            mine.set_result(None)
+            if hosted is not None:
+                await self._commit_host(save, order, attempt, jobs, record, hosted)
+            await self._written(putting, jobs, reserved, kept)
+            if committed is not None:
+                await asyncio.shield(committed)
+            for name, data in order.files.items():
+                await first.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
+            manifest = await self._owner.committer.publish(first, attempt, record, reserved)
+        except BaseException:
+            self._owner.failed(attempt)
+            if putting is not None:
+                putting.cancel()
+            undo = self._keep(self._give_up(key, reserved, order, jobs))
+            await asyncio.wait([undo], timeout=GIVE_UP_S)
+            raise
+        chain.catalog.add(attempt, first, {job.key.name: job.size for job in jobs}, manifest)
+        for job in jobs:
+            chain.mover.arena.clean(job.key)
+        self._owner.committed(attempt)
+        save.mark_committed(first.info.name, chain.clock.monotonic())
+        return attempt
+
+    async def _reserve_host(
+        self, save: Save, order: Order, jobs: Sequence[ShardJob], before: asyncio.Future[None] | None
+    ) -> list[Reservation] | None:
+        """Room in host memory for all of the checkpoint; None if it only passes through."""
+        host = self._chain.host
+        if host is None:
+            return None
+        if host.grows:
+            host.grow(host_budget_bytes(order.snapshot.nbytes, local_ranks()))
+        granted = await _try_reserve(host, jobs)
+        if isinstance(granted, Refused) and before is not None and host.fits([job.size for job in jobs]):
+            await asyncio.shield(before)  # an earlier save is still being copied: its promise ends with that
+            granted = await _try_reserve(host, jobs)
+        if isinstance(granted, Refused):
+            save.not_planned(host.info.name, NotPlanned(
+                f"the checkpoint does not stay in host memory: {granted.detail}",
+                todo="Give the host tier more memory, or wait for another tier", step=order.step, tier=host.info.name,
+            ))  # fmt: skip
+            return None
+        return granted
+
+    async def _commit_host(
+        self,
+        save: Save,
+        order: Order,
+        attempt: Attempt,
+        jobs: Sequence[ShardJob],
+        record: bytes,
+        reserved: Sequence[Reservation],
+    ) -> None:
+        chain, host = self._chain, self._chain.host
+        assert host is not None
+        for name, data in order.files.items():
+            await host.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
+        manifest = await self._owner.committer.publish(host, attempt, record, reserved)
+        chain.catalog.add(attempt, host, {job.key.name: job.size for job in jobs}, manifest)
+        save.mark_committed(host.info.name, chain.clock.monotonic())
+
+    async def _written(
+        self, putting: asyncio.Task[None], jobs: Sequence[ShardJob], reserved: list[Reservation], kept: bool
+    ) -> None:
+        """Returns once all is written; what host memory keeps is tried again if the tier fails."""
+        chain, first = self._chain, self._chain.first
+        try:
+            await asyncio.shield(putting)
+            return
+        except TierError as error:
+            if not kept or isinstance(error, TierFull):
+                raise
+            failure = error
+        assert chain.host is not None
+        for pause in RETRY_S:
+            log.warning("writing to %s failed, again in %.1f s: %s", first.info.name, pause, failure)
+            await chain.clock.sleep(pause)
+            try:
+                while reserved:
+                    await first.abort(reserved.pop())
+                reserved += await reserve(first, [(job.key, job.size) for job in jobs])
+                for job in jobs:
+                    reading = Reading(
+                        job.key, [chain.host], job.crcs, Healing(), Priority.SNAPSHOT, target=first.info.name
+                    )
+                    await chain.mover.copy(reading, first, job.size)
+                return
+            except TierFull:
+                raise
+            except TierError as error:
+                failure = error
+        raise failure
+
+    async def _give_up(
+        self, key: CheckpointKey, reserved: Sequence[Reservation], order: Order, jobs: Sequence[ShardJob]
+    ) -> None:
+        """Frees what a failed attempt took. Other ranks' files of it are theirs to free."""
+        chain = self._chain
+        await chain.mover.settled([job.key for job in jobs])
+        if chain.host is not None:
+            attempt = Attempt.parse(key.attempt)
+            assert attempt is not None
+            chain.catalog.remove(attempt, chain.host)
+            await chain.host.drop([key])
+        if not reserved:
+            return
+        record = RecordKey(key.run, f"{key.attempt}/{rank_file(order.job.rank)}")
+        try:
+            for reservation in reserved:
+                await chain.first.abort(reservation)
+            await chain.first.drop([key] if order.job.world == 1 else [record])
+        except StepwellError as error:
+            log.warning("what a failed save left on %s stays there: %s", chain.first.info.name, error)
+
+    def _draft(self, order: Order, attempt: Attempt) -> Draft:
+        """The manifest's words. Called in the order of saves, so that each one's parent is the one before."""
+        owner = self._owner
+        rewind_to = order.rewind_to if order.rewind_to is not None else owner.hidden_base(order.step)
+        if rewind_to is not None:
+            owner.rewind(rewind_to, attempt)
+        parent = owner.next_parent(attempt)
+        return Draft(
+            run_id=owner.run_id,
+            files={name: FileRecord(len(data), native.crc32c(data)) for name, data in order.files.items()},
+            metrics=order.metrics,
+            tags=order.tags,
+            parent=parent,
+            timeline=owner.timeline,
+            rewinds=owner.rewinds,
+            made=order.made,
+            seconds={
+                "capture": round(order.capture_seconds, 6),
+                "copied": round(self._chain.clock.monotonic() - order.began, 6),
+            },
+        )
+
+
+async def _try_reserve(tier: Tier, jobs: Sequence[ShardJob]) -> list[Reservation] | Refused:
+    granted: list[Reservation] = []
+    for job in jobs:
+        answer = await tier.reserve(job.key, job.size)
+        if isinstance(answer, Refused):
+            for reservation in granted:
+                await tier.abort(reservation)
+            return answer
+        granted.append(answer)
+    return granted
+
+
+async def _either(task: asyncio.Task[None], event: asyncio.Event) -> None:
+    """Returns once the event is set; raises the task's error if that comes first."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not event.is_set():
+            task.result()
+    finally:
+        waiting.cancel()

@@ -1,0 +1,156 @@
+"""Cases that need the config file: C3, C4, C5, C16 (retention), A1 (the host tier), G16 (bandwidth)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepwell
+from stepwell.tiers.file import FileTier
+from tests.cases.helpers import only_step
+
+
+def state(value: float, size: int = 1000) -> dict[str, Any]:
+    return {"model": {"w": torch.full((size,), float(value))}}
+
+
+def config(folder: Path, near: str = "", far: str = "", top: str = "") -> Path:
+    """A host, a near and a far tier, with more keys for each."""
+    for name in ("near", "far"):
+        (folder / name).mkdir(exist_ok=True)
+    file = folder / "stepwell.toml"
+    file.write_text(
+        f"""{top}
+        [[tier]]
+        name = "host"
+        driver = "host"
+        capacity = "256MiB"
+
+        [[tier]]
+        name = "near"
+        driver = "file"
+        path = "{folder / "near"}"
+        {near}
+
+        [[tier]]
+        name = "far"
+        driver = "pfs"
+        path = "{folder / "far"}"
+        {far}
+        """
+    )
+    return file
+
+
+def steps_of(root: Path) -> list[int]:
+    """Steps with a commit on the disk."""
+    return sorted(int(path.parent.name[5:14]) for path in root.glob("run/step-*/manifest.json"))
+
+
+def save_all(file: Path, steps: Iterable[int]) -> None:
+    with stepwell.open(file, run="run") as store:
+        store.restore(state(0))
+        for step in steps:
+            store.save(step, state(step)).wait("far")
+
+
+@pytest.mark.parametrize("last", [1, 3])
+@pytest.mark.parametrize("steps", [range(800, 1201, 100), range(9900, 10101, 40), range(30)])
+def test_C4_the_newest_are_kept_in_the_order_of_numbers_and_exactly_as_many(
+    tmp_path: Path, steps: range, last: int
+) -> None:
+    save_all(config(tmp_path, far=f"retain = {{ last = {last} }}"), steps)
+    assert steps_of(tmp_path / "far") == list(steps)[-last:]
+    assert steps_of(tmp_path / "near") == list(steps)  # no retain: all
+
+
+def test_C5_saves_after_a_rewind_are_not_older_than_what_they_left_behind(tmp_path: Path) -> None:
+    file = config(tmp_path, near="retain = { last = 2 }", far="retain = { last = 2 }")
+    save_all(file, [100, 500, 600, 700])
+    with stepwell.open(file, run="run") as store:
+        store.rewind(600)
+        for step in (610, 620):
+            store.save(step, state(step)).wait("far")
+            assert step in steps_of(tmp_path / "far") and step in steps_of(tmp_path / "near")
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [610, 620]
+
+
+def test_C3_the_old_goes_only_when_the_new_is_safe(tmp_path: Path) -> None:
+    """Looked at from the side while saves and their flushes are under way."""
+    file = config(tmp_path, near="retain = { last = 1 }", far="retain = { last = 1 }")
+    with stepwell.open(file, run="run") as store:
+        store.save(1, state(1, 2_000_000)).wait("far")
+        for step in range(2, 8):
+            save = store.save(step, state(step, 2_000_000))
+            while not save.done("far"):
+                assert steps_of(tmp_path / "near") and steps_of(tmp_path / "far")
+    assert steps_of(tmp_path / "far") == steps_of(tmp_path / "near") == [7]
+
+
+def test_C16_retention_on_the_first_save_and_of_what_was_removed_by_hand(tmp_path: Path) -> None:
+    file = config(tmp_path, near="retain = { last = 2 }", far="retain = { last = 2 }")
+    with stepwell.open(file, run="run") as store:
+        for step in (1, 2):
+            store.save(step, state(step)).wait("far")
+        shutil.rmtree(only_step(tmp_path / "far" / "run", 1))
+        for step in (3, 4, 5):
+            store.save(step, state(step)).wait("far")
+    assert steps_of(tmp_path / "far") == steps_of(tmp_path / "near") == [4, 5]
+
+
+def test_C16_slow_deletes_delay_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config(tmp_path, near="retain = { last = 1 }")
+    deleting: list[object] = []
+    release = threading.Event()
+    drop = FileTier.drop
+
+    async def slow(tier: FileTier, what: Any) -> None:
+        deleting.append(what)
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        await drop(tier, what)
+
+    monkeypatch.setattr(FileTier, "drop", slow)
+    with stepwell.open(file, run="run") as store:
+        for step in range(1, 6):
+            store.save(step, state(step)).wait("far", timeout=30)
+        assert deleting
+        release.set()
+    assert steps_of(tmp_path / "near") == [5]
+
+
+def test_A1_a_view_takes_a_few_bytes_of_the_host_tier_too(tmp_path: Path) -> None:
+    big = torch.empty(25_000_000)
+    with stepwell.open(config(tmp_path), run="run") as store:
+        before = host_bytes(store)
+        store.save(1, {"model": {"w": big[1000:1010].fill_(3)}}).wait("far")
+        assert host_bytes(store) - before <= 32 << 20  # whole slots
+        target = {"model": {"w": torch.zeros(10)}}
+        assert store.restore(target) is not None and bool((target["model"]["w"] == 3).all())
+
+
+def host_bytes(store: stepwell.CheckpointStore) -> int:
+    [host] = [tier for tier in store.tiers if tier.info.name == "host"]
+    return host.usage().physical_bytes
+
+
+def test_G16_a_flush_keeps_to_its_bandwidth_and_a_restore_does_not(tmp_path: Path) -> None:
+    file = config(tmp_path, far='bandwidth_per_job = "40MB/s"')
+    large = state(1, 12_000_000)  # 48 MB
+    with stepwell.open(file, run="run") as store:
+        began = time.monotonic()
+        store.save(1, large).wait("near")
+        store.save(2, large).wait("far")
+        assert time.monotonic() - began > 0.9 * 96 / 40
+    with stepwell.open(tmp_path / "far" / "run", mode="r") as store:
+        began = time.monotonic()
+        store.restore(state(0, 12_000_000))
+        assert time.monotonic() - began < 48 / 40

@@ -1,0 +1,192 @@
+"""Every mistake in a config file is answered with the file, the key, what is wrong and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepwell.building import Node, build
+from stepwell.config import find_config, load_config
+from stepwell.errors import ConfigError
+
+ENVIRON = {"USER": "ann", "PROJECT": "p1", "EMPTY": ""}
+NODE = Node(local_ranks=4, limit_bytes=1 << 40)
+
+GOOD = """\
+max_unsaved = "1h"
+block_timeout = "2min"
+
+[[tier]]
+name = "host"
+driver = "host"
+capacity = "25%"
+evict = "lru"
+
+[[tier]]
+name = "nvme"
+driver = "file"
+path = "/local/$USER"
+capacity = "400GiB"
+survives = "reboot"
+retain = { last = 3 }
+
+[[tier]]
+name = "pfs"
+driver = "pfs"
+path = "/lustre/$PROJECT/ckpt"
+flush = "all"
+retain = { last = 5 }
+bandwidth = "20GB/s"
+timeout = "30s"
+"""
+
+HOST = '[[tier]]\nname = "host"\ndriver = "host"\n'
+MEMORY = '[[tier]]\nname = "m"\ndriver = "memory"\n'
+
+#: (what to write for what, key, tier, what the message must say)
+CHANGED: dict[str, tuple[str, str, str, str | None, str]] = {
+    "typo at the top": ("max_unsaved", "max_unsavd", "max_unsavd", None, "no key 'max_unsavd'.*mean 'max_unsaved'"),
+    "typo in a tier": ("capacity = \"4", "capasity = \"4", "tier[1].capasity", "nvme", "Did you mean 'capacity'"),
+    "typo in retain": ("{ last = 3 }", "{ lsat = 3 }", "tier[1].retain.lsat", "nvme", "Did you mean 'last'"),
+    "nonsense key": ('"lru"', '"lru"\nxyzzy = 1', "tier[0].xyzzy", "host", "There are name, driver, path"),
+    "a tier's key at the top": ('max_unsaved = "1h"', 'capacity = "1GB"', "capacity", None, r"inside a \[\[tier\]\]"),
+    "a top key in a tier": ('"lru"', '"lru"\nexit_timeout = 3', "tier[0].exit_timeout", "host", "top of the file"),
+    "size of two meanings": ('"400GiB"', '"400G"', "tier[1].capacity", "nvme", "400GiB .*1024.* or 400GB"),
+    "size in words": ('"400GiB"', '"lots"', "tier[1].capacity", "nvme", "'lots' is not a size.*'400GiB'"),
+    "size zero": ('"400GiB"', "0", "tier[1].capacity", "nvme", "out of range.*'400GiB'"),
+    "size a table": ('"400GiB"', "{ bytes = 4 }", "tier[1].capacity", "nvme", "is not a size.*'400GiB'"),
+    "size a float": ('"400GiB"', "1.5", "tier[1].capacity", "nvme", "1.5 is not a size.*whole number"),
+    "percentage of a disk": ('"400GiB"', '"50%"', "tier[1].capacity", "nvme", "only for the host tier.*'400GiB'"),
+    "percentage over 100": ('"25%"', '"250%"', "tier[0].capacity", "host", "out of range.*'25%'"),
+    "percentage of nothing": ('"25%"', '"%"', "tier[0].capacity", "host", "not a percentage.*'25%'"),
+    "duration unit": ('"1h"', '"1 fortnight"', "max_unsaved", None, "unknown unit 'fortnight'.*'90s'"),
+    "duration without unit": ('"2min"', '"2"', "block_timeout", None, "'2' has no unit.*'90s'"),
+    "duration negative": ('"2min"', "-1", "block_timeout", None, "-1 is out of range.*'90s'"),
+    "duration bool": ('"2min"', "true", "block_timeout", None, "True is not a time.*'90s'"),
+    "rate without time": ('"20GB/s"', '"20GB"', "tier[2].bandwidth", "pfs", "'20GB' is not a rate.*'20GB/s'"),
+    "rate in bits": ('"20GB/s"', '"20Gb/s"', "tier[2].bandwidth", "pfs", "unknown unit 'Gb'.*20GB/s"),
+    "last of the wrong type": ("last = 3", 'last = "3"', "tier[1].retain.last", "nvme", "number, got text.*last = 3"),
+    "last zero": ("last = 3", "last = 0", "tier[1].retain.last", "nvme", "keeps nothing.*at least 1"),
+    "retain a number": ("{ last = 3 }", "3", "tier[1].retain", "nvme", "table, got whole number.*last = 3"),
+    "retain empty": ("{ last = 3 }", "{}", "tier[1].retain.last", "nvme", "'last' is missing.*Write last"),
+    "survives": ('"reboot"', '"forever"', "tier[1].survives", "nvme", "'forever' cannot be chosen.*\"node-loss\""),
+    "no name": ('name = "nvme"\n', "", "tier[1].name", None, "'name' is missing.*Write name"),
+    "no driver": ('driver = "file"\n', "", "tier[1].driver", "nvme", "'driver' is missing.*Write driver"),
+    "no path": ('path = "/local/$USER"\n', "", "tier[1].path", "nvme", "file driver needs a path.*Write path"),
+    "name not a text": ('"nvme"', "7", "tier[1].name", None, "expected text, got whole number.*in quotes"),
+    "name of two words": ('"nvme"', '"my disk"', "tier[1].name", "my disk", "cannot name a tier.*letters"),
+    "unknown driver": ('"file"', '"flie"', "tier[1].driver", "nvme", "no driver 'flie'.*mean 'file'"),
+    "far driver": ('"file"', '"zzz"', "tier[1].driver", "nvme", "no driver 'zzz'.*host, memory, file, pfs"),
+    "unset variable": ("$USER", "$NOPE", "tier[1].path", "nvme", "variable NOPE is not set.*'/local/\\$NOPE'"),
+    "unset in braces": ("$USER", "${NOPE}", "tier[1].path", "nvme", "variable NOPE is not set"),
+    "empty variable": ("$USER", "$EMPTY", "tier[1].path", "nvme", "variable EMPTY is empty.*Set it"),
+    "broken variable": ("$USER", "${USER", "tier[1].path", "nvme", "is not a path.*\\$NAME"),
+    "no such home": ("/local/$USER", "~nobody-here/x", "tier[1].path", "nvme", "no home folder.*Write the path out"),
+    "empty path": ('"/local/$USER"', '""', "tier[1].path", "nvme", "is not a path"),
+    "two of one name": ('"pfs"\ndriver', '"nvme"\ndriver', "tier[2].name", "nvme", "two tiers are named 'nvme'"),
+    "two of one place": ("/lustre/$PROJECT/ckpt", "/local/./ann/", "tier[2].path", "pfs", "same folder, /local/ann"),
+    "retain on host": ('"lru"', '"lru"\nretain = { last = 1 }', "tier[0].retain", "host", "has no 'retain'.*Leave it"),
+    "flush on host": ('"lru"', '"lru"\nflush = "all"', "tier[0].flush", "host", "has no 'flush'.*Leave it"),
+    "path on host": ('"lru"', '"lru"\npath = "/x"', "tier[0].path", "host", "has no 'path'.*take it: file, pfs"),
+    "evict on a disk": ('"reboot"', '"reboot"\nevict = "lru"', "tier[1].evict", "nvme", "take it: host"),
+    "bandwidth on a disk": ('"reboot"', '"reboot"\nbandwidth = "1GB/s"', "tier[1].bandwidth", "nvme", "take it: pfs"),
+    "pfs survives less": ('"30s"', '"30s"\nsurvives = "reboot"', "tier[2].survives", "pfs", "it is 'node-loss'"),
+    "run with a slash": ('"1h"', '"1h"\nrun = "a/b"', "run", None, "'a/b' cannot name a run.*without '/'"),
+    "later: shared": ('"lru"', '"lru"\nshared = true', "tier[0].shared", "host", "not built yet.*shared = false"),
+    "later: s3-fifo": ('"lru"', '"s3-fifo"', "tier[0].evict", "host", "'s3-fifo' cannot.*\"lru\".*not built yet"),
+    "later: policy table": ('"lru"', '{ policy = "cost-aware" }', "tier[0].evict.policy", "host", "not built yet"),
+    "later: flush rules": ('"all"', "[{ every_steps = 9 }]", "tier[2].flush", "pfs", "\"all\".*not built yet"),
+    "later: flush idle": ('"all"', '"idle"', "tier[2].flush", "pfs", "'idle' cannot be chosen.*\"all\".*not built yet"),
+    "later: windows": ("last = 5", "every_steps = 9", "tier[2].retain.every_steps", "pfs", "not built yet.*last = 3"),
+    "later: best": ("last = 5", "best = 9", "tier[2].retain.best", "pfs", "'best' is not built yet.*last = 3"),
+    "later: per job": ("bandwidth =", "bandwidth_per_job =", "tier[2].bandwidth_per_job", "pfs", "not built"),
+    "later: verify": ('"1h"', '"1h"\nverify_after_flush = "size"', "verify_after_flush", None, "not built yet.*Leave"),
+    "later: pressure": ('"all"', '"all"\non_pressure = "skip"', "tier[2].on_pressure", "pfs", "not built yet.*Leave"),
+}  # fmt: skip
+
+#: whole files: (text, key, tier, what the message must say)
+WHOLE: dict[str, tuple[str, str, str | None, str]] = {
+    "empty": ("", "tier", None, r"'tier' is missing.*Begin a tier with \[\[tier\]\]"),
+    "single brackets": ('[tier]\nname = "x"\ndriver = "file"\n', "tier", None, r"list, got table.*\[\[tier\]\]"),
+    "tiers as texts": ('tier = ["nvme"]\n', "tier[0]", None, r"table, got text.*\[\[tier\]\]"),
+    "no tiers": ("tier = []\n", "tier", None, "no storage tier.*driver = \"file\""),
+    "only memory of the host": (HOST, "tier", None, "no storage tier.*driver = \"file\""),
+    "host below": (MEMORY + HOST, "tier[1]", "host", "host tier is not the nearest.*Move it up"),
+    "two hosts": (HOST + HOST.replace('name = "host"', 'name = "h2"') + MEMORY, "tier[1]", "h2", "Move it up"),
+    "node below shared": (
+        '[[tier]]\nname = "p"\ndriver = "pfs"\npath = "/l"\n' + MEMORY, "tier[1]", "m", "of one node.*before 'p'",
+    ),
+    "memory outlives": (MEMORY + 'survives = "reboot"\n', "tier[0].survives", "m", "not survive 'reboot'.*'process'"),
+}  # fmt: skip
+
+
+def refusal(file: Path, text: str, says: str) -> ConfigError:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_config(file, ENVIRON)
+    assert str(file) in str(caught.value)
+    assert caught.value.todo, "no remedy"
+    return caught.value
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_one_mistake_in_a_good_file(case: str, tmp_path: Path) -> None:
+    right, wrong, key, tier, says = CHANGED[case]
+    assert right in GOOD
+    error = refusal(tmp_path / "c.toml", GOOD.replace(right, wrong, 1), says)
+    assert (error.where.get("key"), error.where.get("tier")) == (key, tier)
+    assert f"key {key}" in str(error)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_file_that_is_wrong_as_a_whole(case: str, tmp_path: Path) -> None:
+    text, key, tier, says = WHOLE[case]
+    error = refusal(tmp_path / "c.toml", text, says)
+    assert (error.where.get("key"), error.where.get("tier")) == (key, tier)
+
+
+def test_the_good_file_is_good(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(GOOD)
+    assert [tier.name for tier in load_config(file, ENVIRON).tiers] == ["host", "nvme", "pfs"]
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    refusal(tmp_path / "c.toml", GOOD.replace('"/local/$USER"', "/local/ann"), "not valid TOML.*line 13")
+
+
+def test_what_is_no_text_is_said_to_be_none(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=f"not a text file in UTF-8.*{file}.*Give a TOML file"):
+        load_config(file)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"No such file.*{tmp_path}/none.toml.*Mend its path"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+
+
+def test_a_named_file_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such config file.*gone.toml.*Mend the path"):
+        find_config(tmp_path / "gone.toml")
+    with pytest.raises(ConfigError, match="STEPWELL_CONFIG names.*gone.toml.*unset it"):
+        find_config(None, {"STEPWELL_CONFIG": str(tmp_path / "gone.toml")})
+
+
+def test_no_run(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(MEMORY)
+    with pytest.raises(ConfigError, match=f"nothing says which run.*{file}.*run='my-run'.*STEPWELL_RUN"):
+        build(load_config(file), node=NODE, environ={})
+
+
+def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(HOST + 'capacity = "2TiB"\n' + MEMORY)
+    with pytest.raises(ConfigError, match=r"2.00 TiB are more than the 1.00 TiB.*tier\[0\].capacity.*'25%'") as caught:
+        build(load_config(file), run="r", node=NODE)
+    assert caught.value.where == {"file": str(file), "key": "tier[0].capacity", "tier": "host"}

@@ -1,0 +1,447 @@
+"""A world from a seed: nodes, tiers, processes that train and die, and everything that can go wrong with them.
+
+    python -m tests.sim.world SEED [SEED ...]
+
+runs single seeds and says what happened. A seed is one history; the same seed is the same history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import itertools
+import logging
+import random
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+from stepwell import commit, epochs
+from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint
+from stepwell.format.names import Attempt
+from stepwell.format.records import EpochRecord
+from stepwell.jobs import Job
+from tests.sim.invariants import Invariants
+from tests.sim.loop import SimLoop, Timeline
+from tests.sim.medium import Medium
+from tests.sim.model import Broken, Model, Saved
+from tests.sim.process import CHUNK_BYTES, RUN, Process, Restored, Setup
+from tests.sim.weather import Weather
+
+#: callbacks that a history has before its world calms down
+EVENTS_MIN = 1000
+#: virtual seconds that calm weather may need to finish what was begun
+CALM_S = 3000.0
+NODES = ("node-a", "node-b")
+CHAINS = (("disk",), ("disk", "pfs"), ("disk", "pfs"), ("host", "disk", "pfs"), ("host", "disk", "pfs"))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a history was like."""
+
+    seed: int
+    events: int
+    saves: int
+    acknowledged: int
+    processes: int
+    kills: int
+    trace: str  # of all that happened; equal for equal histories
+
+
+class World:
+    """One history."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.timeline = Timeline(self._child())
+        self.timeline.after_event = self._after_event
+        self.model = Model()
+        kinds = self.rng.choice(CHAINS)
+        storage = [kind for kind in kinds if kind != "host"]
+        retain = {kind: self.rng.randint(1, 3) for kind in storage if self.rng.random() < 0.4}
+        self.setup = Setup(kinds, self.rng.choice((4, 8, 12, 24)) * CHUNK_BYTES, retain)
+        self.places = {kind: self._place(kind) for kind in storage}
+        self.media = [medium for medium, _ in self.places.values()]
+        self.invariants = Invariants(RUN, self.model, retain)
+        self.invariants.watch(self.media)
+        self.processes: list[Process] = []
+        self.by_loop: dict[SimLoop, Process] = {}
+        self.kills = 0
+        self._pids = itertools.count(1000)
+        self._numbers = itertools.count(1)
+        self._trace = hashlib.blake2b(digest_size=16)
+
+    def _child(self) -> random.Random:
+        return random.Random(self.rng.getrandbits(64))
+
+    def _place(self, kind: str) -> tuple[Medium, Weather]:
+        room = self.rng.choice((None, None, 40 << 20, 120 << 20))
+        rate = self.rng.choice((0.0, 0.0, 0.01, 0.05, 0.15))
+        return Medium(kind, room_bytes=room), Weather(self._child(), rate)
+
+    def note(self, *what: object) -> None:
+        """Enters something that happened into the trace."""
+        self._trace.update(f"{self.timeline.now:.9f} {what}\n".encode())
+        log.debug("%.6f %s", self.timeline.now, what)
+
+    # -- processes -----------------------------------------------------------------------------------
+
+    def spawn(self, work: Callable[[Process], object], *, reads_only: bool = False) -> Process:
+        pid = next(self._pids)
+        loop = self.timeline.new_loop(f"process-{pid}")
+        process = Process(
+            loop, pid, self.rng.choice(NODES), self.setup, self.places, self._child(), reads_only=reads_only
+        )
+        self.processes.append(process)
+        self.by_loop[loop] = process
+        process.run(work)  # type: ignore[arg-type]
+        self.note("start", pid, process.node)
+        return process
+
+    @property
+    def alive(self) -> list[Process]:
+        return [process for process in self.processes if not process.loop.dead]
+
+    def kill(self, process: Process) -> None:
+        self.note("kill", process.pid)
+        self.kills += 1
+        process.kill()
+
+    def bury(self) -> None:
+        """Processes that came to their end by themselves."""
+        for process in self.alive:
+            if process.ended:
+                self.note("end", process.pid, str(type(process.failure).__name__))
+                process.kill()
+
+    def started(self, pid: int) -> float | None:
+        """Stands for the operating system's list of processes."""
+        found = [process for process in self.alive if process.pid == pid]
+        return found[0].started if found else None
+
+    def describe(self, job: Job, wall: float) -> EpochRecord:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        return self.by_loop[loop].describe(job, wall)
+
+    def _after_event(self, loop: SimLoop) -> None:
+        process = self.by_loop[loop]
+        for saved in process.saves:
+            for tier in self.setup.kinds:
+                if tier not in saved.told and saved.handle.done(tier):
+                    saved.told.add(tier)
+                    self.note("acknowledged", saved.number, saved.handle.checkpoint, tier)
+                    self.invariants.acknowledged(saved, tier)
+        self.invariants.check()
+        if loop.errors:
+            raise Broken(f"nobody handled {loop.errors[0]}")
+
+    # -- what processes do ---------------------------------------------------------------------------
+
+    async def train(self, process: Process) -> None:
+        rng = process.rng
+        await process.start()
+        try:
+            step = await self._go_on(process)
+            for _ in range(rng.randint(1, 8)):
+                step += rng.randint(1, 3)
+                saved = await self.save(process, step)
+                if rng.random() < 0.3:
+                    await process.wait_durable(saved)
+                if rng.random() < 0.15:
+                    step = self._rewind(process, step)
+                await asyncio.sleep(rng.choice((0.0, 0.01, 0.5, 20.0)))
+                if rng.random() < 0.1:
+                    step = await self._go_on(process)
+            if rng.random() < 0.5:
+                await asyncio.sleep(rng.random() * 200)
+        finally:
+            await process.close(rng.choice((5.0, 600.0)))
+
+    async def _go_on(self, process: Process) -> int:
+        """Restores; the step to go on from."""
+        known = {a for a, there in self.invariants.committed().items() if there}
+        try:
+            restored = await process.restore()
+        except NoGoodCheckpoint:  # somebody looked, and lets it go on without
+            self.note("nothing good", process.pid)
+            return process.last_step
+        self.check_restored(process, restored, known)
+        return 0 if restored is None else restored.attempt.step
+
+    def _rewind(self, process: Process, step: int) -> int:
+        steps = sorted({attempt.step for attempt in process.catalog.holdings})
+        if not steps:
+            return step
+        to = process.rng.choice(steps)
+        try:
+            process.rewind(to)
+        except CheckpointNotFound:
+            return step
+        self.note("rewind", process.pid, to)
+        return to
+
+    async def save(self, process: Process, step: int) -> Saved:
+        saved, snapshot = process.save(next(self._numbers), step)
+        self.model.saves.append(saved)
+        self.note("save", process.pid, saved.number, step)
+        await process.carry_out(saved, snapshot)
+        return saved
+
+    def check_restored(self, process: Process, restored: Restored | None, known: set[Attempt]) -> None:
+        """What was restored is right. known: what counted when the restore began."""
+        if restored is None:
+            if known:
+                raise Broken(f"{process} found nothing, but there is {max(known).folder}")
+            self.note("restored", process.pid, None)
+            return
+        self.note("restored", process.pid, restored.attempt.folder, sorted(restored.skipped))
+        saved = self.model.find(restored.attempt.folder)
+        if saved is None:
+            raise Broken(f"{process} restored {restored.attempt.folder}, which nobody saved")
+        if restored.tokens != saved.tokens:
+            raise Broken(f"{process} restored other bytes than those of {saved}")
+
+    # -- what the world does -------------------------------------------------------------------------
+
+    def happen(self) -> None:
+        """Something happens, or nothing."""
+        actions: list[tuple[float, Callable[[], None]]] = [
+            (3.0, self._start_one),
+            (2.0, self._kill_one),
+            (0.7, self._lose_node),
+            (1.0, self._pause_one),
+            (1.0, self._stick),
+            (0.7, self._slow),
+            (0.7, self._flip),
+            (0.5, self._change_weather),
+            (0.1, self._lose_disk),
+        ]
+        [action] = self.rng.choices([action for _, action in actions], [weight for weight, _ in actions])
+        action()
+
+    def _start_one(self) -> None:
+        if len(self.alive) < 2:
+            self.spawn(self.train)
+
+    def _kill_one(self) -> None:
+        if self.alive:
+            self.kill(self.rng.choice(self.alive))
+
+    def _lose_node(self) -> None:
+        node = self.rng.choice(NODES)
+        self.note("node lost", node)
+        for process in self.alive:
+            if process.node == node:
+                self.kill(process)
+        for medium in self.media:
+            medium.lose_node(node, self.rng)
+        self.invariants.node_lost()
+
+    def _lose_disk(self) -> None:
+        if len(self.media) < 2:
+            return
+        for process in self.alive:
+            self.kill(process)
+        self.note("disk lost")
+        for saved in self.model.saves:
+            saved.acked.discard(self.media[0].name)
+        self.media[0].destroy()
+        self.invariants.node_lost()
+
+    def _pause_one(self) -> None:
+        if self.alive:
+            process, seconds = self.rng.choice(self.alive), self.rng.choice((1.0, 30.0, 90.0, 200.0))
+            self.note("pause", process.pid, seconds)
+            process.loop.pause(seconds)
+
+    def _weather(self) -> tuple[Medium, Weather]:
+        return self.rng.choice(list(self.places.values()))
+
+    def _stick(self) -> None:
+        medium, weather = self._weather()
+        seconds = self.rng.choice((1.0, 20.0, 100.0, 400.0))
+        weather.stuck_until = self.timeline.now + seconds
+        self.note("stuck", medium.name, seconds)
+
+    def _slow(self) -> None:
+        medium, weather = self._weather()
+        weather.slow_until = self.timeline.now + self.rng.choice((10.0, 100.0))
+        self.note("slow", medium.name)
+
+    def _change_weather(self) -> None:
+        medium, weather = self._weather()
+        weather.trouble_rate = self.rng.choice((0.0, 0.02, 0.1, 0.5))
+        self.note("weather", medium.name, weather.trouble_rate)
+
+    def _flip(self) -> None:
+        medium, _ = self._weather()
+        shards = [(shard, file) for shard, file in medium.files.items() if file.blocks]
+        if self.rng.random() < 0.7 and shards:
+            shard, file = self.rng.choice(shards)
+            block = self.rng.choice(sorted(file.blocks))
+            self.note("flip", medium.name, str(shard), block)
+            medium.flip_block(shard, block, self.rng)
+        records = [key for key in medium.records if key.name.endswith(("manifest.json", "rank-00000.json"))]
+        if self.rng.random() < 0.2 and records:
+            record = self.rng.choice(records)
+            self.note("flip", medium.name, str(record))
+            medium.flip_record(record, self.rng)
+
+    # -- the history ---------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        with simulated(self):
+            try:
+                self._go_wild()
+                self._calm_down()
+                self._check_end()
+            finally:
+                for process in self.alive:
+                    process.kill()
+        acknowledged = sum(bool(saved.told) for saved in self.model.saves)
+        trace = self._trace.hexdigest()
+        return Outcome(
+            self.seed, self.timeline.events, len(self.model.saves), acknowledged, len(self.processes), self.kills, trace
+        )
+
+    def _go_wild(self) -> None:
+        events_max = EVENTS_MIN + self.rng.randrange(EVENTS_MIN)
+        while self.timeline.events < events_max:
+            self.bury()
+            if not self.alive:
+                self.spawn(self.train)
+            self.timeline.step()
+            if self.rng.random() < 0.008:
+                self.happen()
+
+    def _calm_down(self) -> None:
+        """Nothing goes wrong any more; who lives comes to an end."""
+        self.note("calm")
+        for _, weather in self.places.values():
+            weather.clear_up()
+        if self.rng.random() < 0.5:
+            for process in self.alive:
+                self.kill(process)
+        for process in self.alive:
+            self._wait_for(process)
+            self._check_ended(process)
+        self.bury()
+
+    def _wait_for(self, process: Process) -> None:
+        until = self.timeline.now + CALM_S
+        self.timeline.run_until(lambda: process.ended or self.timeline.now > until)
+        if not process.ended:
+            raise Broken(f"{process} has not ended within {CALM_S} s of calm weather")
+
+    def _check_ended(self, process: Process) -> None:
+        """A process that came to its end holds nothing any more."""
+        if process.arena.in_use:
+            raise Broken(f"{process} has ended with {process.arena!r}")
+
+    def _check_end(self) -> None:
+        """In calm weather the newest good checkpoint comes back, and saving goes on and reaches the last tier."""
+        self._check_newest(reads_only=True)
+        for medium in self.media:
+            medium.room_bytes = None
+        writer = self.spawn(self.train_one)
+        self._wait_for(writer)
+        if writer.failure is not None:
+            raise Broken(f"a save in calm weather failed: {writer.failure!r}") from writer.failure
+        self._check_ended(writer)
+        last = writer.saves[-1]
+        storage = [kind for kind in self.setup.kinds if kind != "host"]
+        if not last.told >= set(storage):
+            raise Broken(f"{last} got only to {sorted(last.told)} in calm weather")
+        self.bury()
+        restored = self._check_newest(reads_only=True)
+        if restored is None or restored.attempt != last.attempt:
+            raise Broken(f"{last} is the newest, but {restored and restored.attempt.folder} was restored")
+
+    async def train_one(self, process: Process) -> None:
+        await process.start()
+        try:
+            await self._go_on(process)
+            await self.save(process, process.last_step + 1)
+        finally:
+            await process.close(CALM_S / 2)
+
+    def _check_newest(self, *, reads_only: bool) -> Restored | None:
+        """A restore that nothing disturbs brings the newest that is good somewhere, and names those passed over."""
+        newest = self.invariants.newest_first()
+        good = [attempt for attempt in newest if self.invariants.good(attempt)]
+        got: list[Restored | None] = []
+
+        async def look(process: Process) -> None:
+            await process.start()
+            try:
+                got.append(await process.restore())
+            finally:
+                await process.close(1.0)
+
+        process = self.spawn(look, reads_only=reads_only)
+        self._wait_for(process)
+        self._check_ended(process)
+        self.bury()
+        if not got:
+            if good or not newest:
+                raise Broken(f"{process} could not restore {good[:1]}: {process.failure!r}")
+            return None
+        [restored] = got
+        self.check_restored(process, restored, set(newest))
+        found = None if restored is None else restored.attempt
+        if found != (good[0] if good else None):
+            raise Broken(f"{process} restored {found} instead of {good[:1]}")
+        missed = [a.step for a in newest[: newest.index(found)]] if found is not None else []
+        if restored is not None and sorted(restored.skipped) != sorted(missed):
+            raise Broken(f"{process} passed over steps {missed}, and said {sorted(restored.skipped)}")
+        return restored
+
+
+@contextlib.contextmanager
+def simulated(world: World) -> Iterator[None]:
+    """What the product asks of the machine is answered by the world."""
+    rng = world._child()
+    judge = functools.partial(epochs.judge, started=world.started)
+    with (
+        mock.patch.object(epochs, "describe_self", world.describe),
+        mock.patch.object(commit, "describe_self", world.describe),
+        mock.patch.object(epochs, "judge", judge),
+        mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128))),
+    ):
+        yield
+
+
+log = logging.getLogger("stepwell.sim")
+
+
+def run_seed(seed: int) -> Outcome:
+    """Raises Broken, and whatever else goes wrong, with the seed in its notes."""
+    quiet = logging.getLogger("stepwell")
+    level = quiet.level
+    if level == logging.NOTSET:
+        quiet.setLevel(logging.CRITICAL)  # failures are what this is about
+    try:
+        return World(seed).run()
+    except BaseException as error:
+        error.add_note(f"in the simulated history of seed {seed}")
+        raise
+    finally:
+        quiet.setLevel(level)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s", stream=sys.stdout)
+    for argument in sys.argv[1:]:
+        logging.getLogger("stepwell").setLevel(logging.DEBUG)
+        print(run_seed(int(argument)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""The host arena: page-aligned slots of memory, one chunk long, through which all bytes pass.
+
+It is staging pool and cache in one. A slot is *passing* while a chunk goes through it, or *kept*: then it
+holds a chunk of a shard until that is dropped or evicted. A kept chunk that exists nowhere else is *dirty*
+and never evicted; once another tier has committed it, it is clean and goes when room is needed, in the order
+that the eviction policy says. Kept slots leave a part of the arena free for staging, so a full cache can
+block neither a flush nor a restore.
+
+Memory is mapped in slices and made ready (populated) in the background as far as it is asked for; a slot is
+handed out as soon as it is ready. It is not registered with the tiers' rings: with huge pages that made no
+measurable difference (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from stepwell.errors import TierFull
+from stepwell.native import Region
+from stepwell.tiers._index import Index
+from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy
+
+#: slots made ready together: small enough that the first are there soon, large enough to be few calls
+_READY_SLOTS = 4
+#: a slice of memory that is mapped (and later registered) as one; an iovec registered with io_uring ends there
+SLICE_BYTES = 1 << 30
+#: the part of an arena that kept chunks leave free, at least two slots and at most this many bytes
+STAGING_SHARE, STAGING_BYTES_MAX = 8, 256 << 20
+SLOTS_MIN = 4
+
+
+class Priority(IntEnum):
+    """Who is served first when slots or an edge are short."""
+
+    RESTORE = 0
+    SNAPSHOT = 1
+    FLUSH = 2
+    PREFETCH = 3
+
+
+class Memory(Protocol):
+    """What a slice is made of; `Region` outside of simulation."""
+
+    address: int
+
+    def populate(self, offset: int, length: int) -> None: ...
+
+    def view(self, offset: int = 0, length: int | None = None) -> memoryview: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One chunk's worth of memory. `users` hold it; `chunk` is what it keeps."""
+
+    index: int
+    address: int
+    users: int = 0
+    kept: bool = False
+    chunk: Chunk | None = None
+    filled: bool = False
+    dirty: bool = False
+
+    @property
+    def evictable(self) -> bool:
+        return self.filled and not self.dirty and self.users == 0
+
+
+@dataclass(order=True, slots=True)
+class _Waiter:
+    priority: int
+    number: int
+    kept: bool = field(compare=False)
+    future: asyncio.Future[Slot] = field(compare=False)
+
+
+class Arena:
+    """Slots of `slot_bytes`, up to `capacity_bytes` together. Used on one event loop, `start`ed there."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        eviction: EvictionPolicy,
+        *,
+        slot_bytes: int = CHUNK_BYTES,
+        memory: Callable[[int], Memory] = Region,
+        background: bool = True,
+        on_evicted: Callable[[Hashable], object] = lambda shard: None,
+    ) -> None:
+        """background: memory is made ready by a thread of its own. on_evicted: told of each shard that loses a
+        chunk to eviction."""
+        assert slot_bytes % 4096 == 0
+        self.slot_bytes = slot_bytes
+        self.count = max(SLOTS_MIN, capacity_bytes // slot_bytes)
+        self.evicted_bytes = 0
+        self._eviction, self._memory, self._background = eviction, memory, background
+        self.on_evicted = on_evicted
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._index = Index(self.count)
+        self._slices: list[Memory] = []
+        self._slots: list[Slot] = []  # those that are ready
+        self._free: deque[Slot] = deque()
+        self._cached: dict[Hashable, dict[int, Slot]] = {}  # shard -> number of chunk -> slot
+        self._by_key: dict[Hashable, Slot] = {}
+        self._kept = 0
+        self._waiting: list[_Waiter] = []
+        self._numbers = itertools.count()
+        self._made, self._wanted = 0, 0  # slots made ready, which the loop may not know of yet; slots to make ready
+        self._preparing = False
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # -- size ----------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.count * self.slot_bytes
+
+    @property
+    def kept_max(self) -> int:
+        """The most slots that may be kept: the rest is always there for staging."""
+        staging = min(max(2, self.count // STAGING_SHARE), STAGING_BYTES_MAX // self.slot_bytes)
+        return self.count - staging
+
+    @property
+    def ready_bytes(self) -> int:
+        """Memory that has been taken from the system."""
+        return len(self._slots) * self.slot_bytes
+
+    @property
+    def in_use(self) -> int:
+        """Slots that somebody works with now."""
+        return sum(slot.users > 0 for slot in self._slots)
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._kept * self.slot_bytes
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Raises the capacity; memory is made ready when it is needed. Never shrinks."""
+        count = max(self.count, capacity_bytes // self.slot_bytes)
+        if count > self.count:
+            self.count = count
+            self._index.grow(count)
+            self._serve()
+
+    def expect(self, size_bytes: int) -> None:
+        """Makes memory ready for this many bytes more than are in use, in the background."""
+        self._loop = asyncio.get_running_loop()
+        busy = len(self._slots) - len(self._free)
+        self._prepare_up_to(busy + -(-size_bytes // self.slot_bytes))
+
+    def _prepare_up_to(self, count: int) -> None:
+        with self._lock:
+            self._wanted = max(self._wanted, min(count, self.count))
+            if self._preparing or self._closed or self._wanted <= self._made:
+                return
+            self._preparing = True
+        if self._background:
+            threading.Thread(target=self._prepare, name="stepwell-arena", daemon=True).start()
+        else:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Makes slots ready until as many are as are wanted. A thread of its own."""
+        while True:
+            with self._lock:
+                first = self._made
+                last = min(first + _READY_SLOTS, self._wanted)
+                if first >= last or self._closed:
+                    self._preparing = False
+                    return
+            try:
+                ready = [self._make(number) for number in range(first, last)]
+            except OSError as error:
+                with self._lock:
+                    self._preparing, self._wanted = False, first
+                self._tell(self._short, first, error)
+                return
+            self._made = last
+            self._tell(self._made_ready, ready)
+
+    def _make(self, number: int) -> Slot:
+        per_slice = SLICE_BYTES // self.slot_bytes
+        within = number % per_slice
+        if number // per_slice == len(self._slices):
+            slots = min(per_slice, self.count - number) if number // per_slice else min(per_slice, self.count)
+            # mapped for a whole slice even if the arena is smaller now: it may grow, and costs nothing untouched
+            self._slices.append(self._memory(max(slots, per_slice) * self.slot_bytes))
+        part = self._slices[number // per_slice]
+        part.populate(within * self.slot_bytes, self.slot_bytes)
+        return Slot(number, part.address + within * self.slot_bytes)
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        if not self._background:
+            call(*args)
+            return
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
+            pass
+
+    def _made_ready(self, slots: list[Slot]) -> None:
+        if self._closed:
+            return
+        self._slots += slots
+        self._free.extend(slots)
+        self._serve()
+        if self._waiting:
+            self._prepare_up_to(len(self._slots) + _READY_SLOTS)
+
+    def _short(self, count: int, error: OSError) -> None:
+        """The system has no more memory: the arena stays as large as it is."""
+        self.count = max(count, 1)
+        if count == 0:
+            for waiter in self._waiting:
+                if not waiter.future.done():
+                    waiter.future.set_exception(
+                        TierFull(f"the host arena got no memory: {error}", todo="Free memory or give it less")
+                    )
+            self._waiting.clear()
+        self._serve()
+
+    # -- slots ---------------------------------------------------------------------------
+
+    async def acquire(self, priority: Priority, *, kept: bool = False) -> Slot:
+        """A free slot, held once for the caller, as soon as there is one. kept: for a chunk that stays."""
+        self._loop = asyncio.get_running_loop()
+        if not self._waiting and (slot := self._take(kept)) is not None:
+            return slot
+        waiter = _Waiter(priority, next(self._numbers), kept, self._loop.create_future())
+        bisect.insort(self._waiting, waiter)
+        self._serve()
+        self._prepare_up_to(len(self._slots) + len(self._waiting) - len(self._free))
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
+                self.release(waiter.future.result())
+            raise
+
+    def _take(self, kept: bool) -> Slot | None:
+        if kept and self._kept >= self.kept_max and not self._evict():
+            return None
+        if not self._free and not (len(self._slots) >= self.count and self._evict()):
+            return None
+        slot = self._free.popleft()
+        slot.users, slot.kept = 1, kept
+        self._kept += kept
+        return slot
+
+    def _serve(self) -> None:
+        """Gives slots to those who wait, the most urgent first; one who waits for a kept slot holds up no other."""
+        for waiter in list(self._waiting):
+            if waiter.future.done():
+                self._waiting.remove(waiter)
+            elif (slot := self._take(waiter.kept)) is not None:
+                self._waiting.remove(waiter)
+                waiter.future.set_result(slot)
+
+    def hold(self, slot: Slot) -> None:
+        """One user more: it is neither freed nor evicted until it is released as often."""
+        slot.users += 1
+
+    def release(self, slot: Slot) -> None:
+        """One user less. A slot that keeps a chunk stays as it is; any other becomes free."""
+        assert slot.users > 0
+        slot.users -= 1
+        if slot.users == 0 and slot.chunk is None:
+            self._put_back(slot)
+        if slot.users == 0:
+            self._serve()
+
+    def _put_back(self, slot: Slot) -> None:
+        self._kept -= slot.kept
+        slot.kept = slot.filled = slot.dirty = False
+        self._free.appendleft(slot)  # the one used last is warm
+
+    # -- chunks --------------------------------------------------------------------------
+
+    def place(self, slot: Slot, shard: Hashable, number: int, length: int) -> None:
+        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise."""
+        assert slot.kept and slot.chunk is None
+        slot.chunk = Chunk((shard, number), shard, number, self.slot_bytes)
+        slot.dirty = True
+        self._cached.setdefault(shard, {})[number] = slot
+        self._by_key[slot.chunk.key] = slot
+        self._index.filling(slot.index, shard, number, length)
+
+    def filled(self, slot: Slot) -> None:
+        """Its bytes are there, and good."""
+        if slot.chunk is not None:
+            slot.filled = True
+            self._index.filled(slot.index)
+            self._eviction.entered(slot.chunk)
+
+    def find(self, shard: Hashable, number: int) -> Slot | None:
+        """The slot that holds this chunk, held once for the caller; None if it is not here (any more)."""
+        slot = self._cached.get(shard, {}).get(number)
+        if slot is None or not slot.filled:
+            return None
+        assert slot.chunk is not None
+        self._eviction.used(slot.chunk)
+        slot.users += 1
+        return slot
+
+    def chunks(self, shard: Hashable) -> set[int]:
+        """The numbers of the shard's chunks that are here whole."""
+        return {number for number, slot in self._cached.get(shard, {}).items() if slot.filled}
+
+    def shards(self) -> list[Hashable]:
+        return list(self._cached)
+
+    def clean(self, shard: Hashable) -> None:
+        """Another tier has committed the shard: its chunks may be evicted."""
+        for slot in self._cached.get(shard, {}).values():
+            slot.dirty = False
+        self._serve()
+
+    def drop(self, shard: Hashable) -> None:
+        """Forgets the shard's chunks; slots in use become free when they are released."""
+        for slot in list(self._cached.get(shard, {}).values()):
+            self.forget(slot)
+        self._serve()
+
+    def forget(self, slot: Slot) -> None:
+        """Takes a chunk out of the cache; its slot becomes free when nobody uses it."""
+        chunk, slot.chunk = slot.chunk, None
+        assert chunk is not None
+        held = self._cached[chunk.shard]
+        del held[chunk.index], self._by_key[chunk.key]
+        if not held:
+            del self._cached[chunk.shard]
+        if slot.filled:
+            self._eviction.left(chunk)
+        self._index.free(slot.index)
+        if slot.users == 0:
+            self._put_back(slot)
+
+    def _evict(self) -> bool:
+        """Frees one slot of a clean chunk; False if there is none."""
+        for chunk in self._victims(self.slot_bytes):
+            self.forget(self._by_key[chunk.key])
+            self.evicted_bytes += self.slot_bytes
+            self.on_evicted(chunk.shard)
+            return True
+        return False
+
+    def _victims(self, needed_bytes: int) -> Iterator[Chunk]:
+        def may_go(chunk: Chunk) -> bool:
+            slot = self._by_key.get(chunk.key)
+            return slot is not None and slot.evictable
+
+        return self._eviction.victims(needed_bytes, may_go)
+
+    # -- the end -------------------------------------------------------------------------
+
+    def view(self, slot: Slot, length: int) -> memoryview:
+        """The first `length` bytes of a slot."""
+        per_slice = SLICE_BYTES // self.slot_bytes
+        return self._slices[slot.index // per_slice].view(slot.index % per_slice * self.slot_bytes, length)
+
+    def close(self) -> bool:
+        """Gives the memory back; False, and nothing is freed, while slots are in use. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._preparing:
+                return False
+        if self.in_use:
+            return False
+        for part in self._slices:
+            part.close()
+        self._slices.clear()
+        self._slots.clear()
+        self._free.clear()
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Arena of {self.count} slots of {self.slot_bytes} bytes: {self._kept} kept, {self.in_use} in use>"
