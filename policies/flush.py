@@ -36,7 +36,7 @@ class FlushAll:
             due = [c for c in above[:1] if order[c.name] > there]
             reason = f"the newest checkpoint must be on {self.tier} at closing"
         else:
-            due = [c for c in above if order[c.name] > there or _just_made(c, event)]
+            due = [c for c in above if order[c.name] > there or _just_came_down(c, event, view)]
             reason = f"every checkpoint goes to {self.tier}"
         return [
             Flush(c.name, self.tier, reason)
@@ -51,14 +51,13 @@ class FlushAll:
         return frozenset(takewhile(lambda name: name != self.tier, names))
 
 
-def _just_made(checkpoint: CheckpointView, event: Event) -> bool:
-    """Whether the event is the checkpoint's first commit.
+def _just_came_down(checkpoint: CheckpointView, event: Event, view: View) -> bool:
+    """Whether the event is the checkpoint's commit on the lowest tier that has it.
 
     Commits may overtake each other, so a new checkpoint can be older than what is there. One that was
-    prefetched from another tier is on that one, too; it has had its flush.
+    prefetched to the event's tier is on a lower one, too; it has had its flush.
     """
-    return (
-        isinstance(event, Committed)
-        and event.checkpoint == checkpoint.name
-        and checkpoint.complete_on == frozenset({event.tier})
-    )
+    if not isinstance(event, Committed) or event.checkpoint != checkpoint.name:
+        return False
+    holders = [tier.name for tier in view.tiers if tier.name in checkpoint.complete_on]
+    return holders[-1:] == [event.tier]

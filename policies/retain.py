@@ -29,7 +29,7 @@ class KeepLast:
 
     def decide(self, event: Event, view: View) -> Sequence[Drop]:
         """What is beyond the newest ones, oldest first, whatever the event."""
-        partial = [c for c in view.checkpoints if self.tier in c.partial_on - c.complete_on and not c.abandoned]
+        partial = [c for c in view.checkpoints if self.tier in c.partial_on and not c.abandoned]
         return [*self._beyond(view.on(self.tier), "complete"), *self._beyond(partial, "partial")]
 
     def _beyond(self, found: Sequence[CheckpointView], which: str) -> list[Drop]:

@@ -55,9 +55,11 @@ def build(
 ) -> Built:  # fmt: skip
     """Makes the drivers and policies that a config asks for.
 
-    run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and no policies. node: None looks.
-    Raises ConfigError for what only shows here: no run, a host tier larger than the memory, a driver that cannot be
-    loaded or does not take what the file gives it.
+    run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and no policies.
+    node: None looks at the machine.
+
+    Raises ConfigError for what only shows here: no run, a host tier larger than the memory or too small, a driver
+    that cannot be loaded or does not take what the file gives it.
     """
     name = run_name(config, run, environ)
     mistakes = Mistakes(config.file, [tier.name for tier in config.tiers])
@@ -95,7 +97,16 @@ def _policies(config: Config) -> list[Policy]:
 
 
 def _make_host(tier: TierConfig, read_only: bool, node: Node) -> Tier:
-    return HostTier(LRU(), _private_bytes(tier, node), tier.name)
+    asked = _private_bytes(tier, node)
+    host = HostTier(LRU(), asked, tier.name)
+    least = host.info.capacity_bytes or 0
+    if asked is not None and least > asked:
+        raise ConfigError(
+            f"{format_bytes(asked)} for each of {node.local_ranks} local ranks are too little to stage through",
+            todo=f"Write at least {format_bytes(least * node.local_ranks)}",
+            key="capacity",
+        )
+    return host
 
 
 def _make_memory(tier: TierConfig, read_only: bool, node: Node) -> Tier:

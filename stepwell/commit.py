@@ -138,9 +138,7 @@ class Committer:
         store.put(f"{prefix}/manifest", encode(manifest))
         return manifest
 
-    async def _put_record(
-        self, tier: Tier, own: RecordKey, record: bytes, reserved: Sequence[Reservation]
-    ) -> None:
+    async def _put_record(self, tier: Tier, own: RecordKey, record: bytes, reserved: Sequence[Reservation]) -> None:
         """This rank's record, with its shards durable before it."""
         if await tier.commit(own, record, shards=reserved):
             return

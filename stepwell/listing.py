@@ -208,6 +208,18 @@ def tensors_of(record: RankRecord) -> list[Tensor]:
     ]
 
 
+def count_dtypes(record: RankRecord) -> dict[str, int]:
+    """How many stored tensors there are of each dtype. Needs no torch; {} for a skeleton that is not understood."""
+    counts: dict[str, int] = {}
+    try:
+        for _, dtype, _, *notes in msgspec.json.decode(record.skeleton)["tensors"]:
+            if not (notes and notes[0].get("of") is not None):
+                counts[dtype] = counts.get(dtype, 0) + 1
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
+        return {}
+    return counts
+
+
 def plain_tensors(folder: Path, only: str | None) -> list[Tensor]:
     """Every tensor of a folder of safetensors files, with safetensors' own names of dtypes. Raises FormatError."""
     files, _ = weight_files(folder, only)

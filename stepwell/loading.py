@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from stepwell import refs
-from stepwell.catalog import Catalog, Holding
-from stepwell.errors import ConfigError, CorruptData, FormatError, KeyMismatch
-from stepwell.format.names import MANIFEST, Attempt
-from stepwell.format.records import Manifest, decode
+from stepwell.catalog import Catalog
+from stepwell.errors import ConfigError, FormatError, KeyMismatch
+from stepwell.foreign import chosen_attempt, weight_files
 from stepwell.format.safetensors import Header, TensorEntry, parse_header
 from stepwell.mover import Mover
 from stepwell.ranges import slice_runs
 from stepwell.reader import OpenCheckpoint, OpenShards, fill, fill_runs, open_checkpoint, read_bytes
-from stepwell.restoring import describe
 from stepwell.runtime import Runtime
 from stepwell.shards import OpenShard, header_layout
-from stepwell.state import build, foreign, tensors
-from stepwell.state.dtypes import DTYPE, loaded_as
-from stepwell.state.skeleton import Skeleton
-from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
+from stepwell.state import build, foreign
+from stepwell.state.dtypes import contiguous_strides, loaded_as
+from stepwell.state.nodes import leaf_keys
+from stepwell.state.skeleton import Leaf, Skeleton
+from stepwell.tiers.base import CheckpointKey, ShardKey, Tier
 from stepwell.tiers.file import FileTier
+from stepwell.warm import warm_mover
 
 Index = slice | tuple[slice, ...]
 Keys = str | Sequence[str] | Mapping[str, Index]
@@ -85,8 +83,12 @@ def _load_from(
 ) -> dict[Any, Any]:
     mover = Mover(runtime.copier, runtime.staging())
     catalog = Catalog(run, [tier])
-    attempt = runtime.run(_choose(catalog, tier, place))
+    attempt = runtime.run(chosen_attempt(catalog, place.select, str(place.folder), place))
     opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, 1, None if part is None else [part]))
+    warm, names = warm_mover(place.folder.parent, [held.key for held in opened.held])
+    if warm is not None:
+        mover = warm
+        opened.cached_as.update(names)
     try:
         skeleton = opened.read()
         if isinstance(keys, Mapping):
@@ -101,43 +103,6 @@ def _load_from(
         runtime.run(opened.close(mover))
     result: dict[Any, Any] = placement.finish()
     return result
-
-
-async def _choose(catalog: Catalog, tier: Tier, place: refs.Place) -> Attempt:
-    if place.kind == "step":
-        return await _step_folder(catalog, tier, place.folder)
-    await catalog.refresh()
-    catalog.require_all_tiers("the run cannot be listed")
-    if place.select.isdecimal():
-        return catalog.at_step(int(place.select))[0]
-    newest = catalog.newest_first()
-    if place.select == "latest" and newest:
-        return newest[0]
-    found = [await describe(catalog, attempt) for attempt in reversed(newest)]
-    chosen = refs.choose(found, place.select, str(place.folder))
-    return next(a for a in newest if a.folder == chosen.name)
-
-
-async def _step_folder(catalog: Catalog, tier: Tier, folder: Path) -> Attempt:
-    """A step folder, wherever it was copied to and whatever it is called now."""
-    data = await tier.fetch(RecordKey("", f"{folder.name}/{MANIFEST}"))
-    if data is None:
-        raise FormatError(
-            "this save was never committed: it has no manifest.json",
-            todo="Load another checkpoint of the run",
-            path=str(folder),
-        )
-    manifest = decode(data, Manifest, path=str(folder / MANIFEST))
-    named = Attempt.parse(manifest.attempt)
-    if named is None:
-        raise FormatError(f"the manifest names no checkpoint: {manifest.attempt!r}", path=str(folder / MANIFEST))
-    attempt = Attempt(named.epoch, named.call, named.step, None if folder.name == manifest.attempt else folder.name)
-    holding = Holding(tier)
-    async for found in tier.scan(folder.name):
-        if not found.attempt:
-            holding.files[found.name] = found.size_bytes
-    catalog.holdings[attempt] = [holding]
-    return attempt
 
 
 # -- slices ------------------------------------------------------------------------------
@@ -157,23 +122,34 @@ class _Stored:
         return torch.empty(self.shape, dtype=self.dtype)
 
 
-def _labelled(opened: OpenCheckpoint, skeleton: Skeleton, part: str | None) -> dict[str, _Stored]:
-    """Dotted key -> where its tensor is stored."""
-    found: dict[str, _Stored] = {}
-    for leaf in tensors(skeleton).values():
-        if part is not None and leaf.part != part:
+def _labelled(opened: OpenCheckpoint, skeleton: Skeleton, part: str | None) -> dict[str, _Stored | None]:
+    """Dotted key -> where its tensor is stored; None: as the memory of another one, in another order."""
+    found: dict[str, _Stored | None] = {}
+    for name, (_, node) in skeleton.parts.items():
+        if part is not None and name != part:
             continue
-        key = leaf.key if part is not None else f"{leaf.part}.{leaf.key}"
-        for shard in opened.shards:
-            if leaf.label in shard.layout.labels:
-                found[key] = _Stored(shard, shard.layout.span(leaf.label)[0], DTYPE[leaf.dtype], leaf.shape)
+        for key, index in leaf_keys(node, name if part is None else ""):
+            leaf = skeleton.leaves[index]
+            for shard in opened.shards:
+                if leaf.label in shard.layout.labels:
+                    begin = shard.layout.span(leaf.label)[0]
+                    stored = _Stored(shard, begin, leaf.dtype, leaf.shape)
+                    found[key] = stored if _in_order(skeleton, leaf) else None
     return found
+
+
+def _in_order(skeleton: Skeleton, leaf: Leaf) -> bool:
+    """The stored bytes are the leaf's own in row-major order, also where another leaf stores them."""
+    of, strides = leaf.notes.of, leaf.notes.strides
+    if of is None or strides is None:
+        return True
+    return skeleton.leaves[of].notes.strides is None and strides == contiguous_strides(leaf.shape)
 
 
 async def _load_slices(
     mover: Mover,
     opened: OpenShards,
-    known: Mapping[str, _Stored],
+    known: Mapping[str, _Stored | None],
     keys: Mapping[str, Index],
     device: torch.device,
     dtype: torch.dtype | None,
@@ -187,6 +163,8 @@ async def _load_slices(
     result: dict[str, torch.Tensor] = {}
     for key, index in keys.items():
         at = known[key]
+        if at is None:
+            raise ConfigError("the tensor is a view of another one's memory", key=key, todo="Load it whole, by keys=")
         slices = index if isinstance(index, tuple) else (index,)
         if len(slices) > len(at.shape):
             raise ConfigError(f"{len(slices)} slices for a tensor of {len(at.shape)} dimensions", key=key)
@@ -224,10 +202,14 @@ def _load_plain(
     runtime.run(tier.start())
     try:
         found = runtime.run(_open_plain(mover, tier, place))
+        warm, names = warm_mover(place.folder.parent, [shard.key for shard, _ in found])
+        mover = warm or mover
+        for shard, _ in found:
+            shard.cached_as = names.get(shard.key)
         opened = OpenShards(step=None, shards=[shard for shard, _ in found])
         entries = {label: (shard, entry) for shard, header in found for label, entry in header.entries.items()}
         if isinstance(keys, Mapping):
-            known = {label: _stored(shard, entry) for label, (shard, entry) in entries.items()}
+            known: dict[str, _Stored | None] = {label: _stored(*one) for label, one in entries.items()}
             return runtime.run(_load_slices(mover, opened, known, keys, device, dtype))
         skeleton = foreign({label: entry for label, (_, entry) in entries.items()})
         placement = build(skeleton, part="model", keys=keys, rename=rename, device=device, dtype=dtype)
@@ -235,8 +217,6 @@ def _load_plain(
     finally:
         runtime.run(tier.close())
     result: dict[Any, Any] = placement.finish()
-    if entries and not result:
-        raise KeyMismatch(f"no tensor matches {keys}", todo=f"There are {', '.join(list(entries)[:5])}")
     return result
 
 
@@ -247,20 +227,8 @@ def _stored(shard: OpenShard, entry: TensorEntry) -> _Stored:
 
 async def _open_plain(mover: Mover, tier: Tier, place: refs.Place) -> list[tuple[OpenShard, Header]]:
     sizes = {f.name: f.size_bytes async for f in tier.scan(place.folder.name) if not f.attempt}
-    names = [place.file] if place.file else await _weight_files(tier, place.folder, sizes)
+    names = [place.file] if place.file else await weight_files(tier, place.folder, sizes)
     return [await _plain_shard(mover, tier, place.folder, name, sizes.get(name)) for name in names]
-
-
-async def _weight_files(tier: Tier, folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """The files that hold the weights: those that an index names, else all safetensors files."""
-    for index in sorted(name for name in sizes if name.endswith(".safetensors.index.json")):
-        data = await tier.fetch(RecordKey("", f"{folder.name}/{index}"))
-        with suppress(msgspec.DecodeError, KeyError, TypeError):
-            named = sorted(set(msgspec.json.decode(data or b"")["weight_map"].values()))
-            if gone := [name for name in named if name not in sizes]:
-                raise CorruptData(f"{index} names files that are not there: {', '.join(gone[:3])}", path=str(folder))
-            return named
-    return sorted(name for name in sizes if name.endswith(".safetensors"))
 
 
 async def _plain_shard(mover: Mover, tier: Tier, folder: Path, name: str, size: int | None) -> tuple[OpenShard, Header]:

@@ -10,7 +10,7 @@ up stops feeding and leaves the tasks that run to finish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,6 +83,11 @@ class Reading:
     pieces: PieceMap | None = None  # where the bytes go; None: they are only verified
     target: str = STATE  # the end of the edge
     limit: float | None = None  # of that edge, in bytes a second
+    cached_as: Hashable = None  # how the arena knows the shard; None: by its key
+
+    @property
+    def known_as(self) -> Hashable:
+        return self.key if self.cached_as is None else self.cached_as
 
     def first(self, host: Tier | None) -> str:
         """Where bytes come from that are not in the arena."""
@@ -221,11 +226,11 @@ class Mover:
     async def _next(self, reading: Reading, read: Read, then: Then | None, kept: bool) -> Coroutine[Any, Any, None]:
         """The operation for a read, once there is room for it on its edge and a slot."""
         number = read.start // self.arena.slot_bytes
-        source = self._here if number in self.arena.chunks(reading.key) else reading.first(self.host)
+        source = self._here if number in self.arena.chunks(reading.known_as) else reading.first(self.host)
         edge = self._edge(source, reading.target, reading.priority, reading.limit)
         turn = await edge.enter(read.length, reading.priority)
         try:
-            held = self.arena.find(reading.key, number)
+            held = self.arena.find(reading.known_as, number)
             if held is not None:
                 return self._get_held(reading, read, held, turn, then)
             slot = await self.arena.acquire(reading.priority, kept=kept)
@@ -252,7 +257,7 @@ class Mover:
         try:
             with turn:
                 if slot.kept:
-                    self.arena.place(slot, reading.key, read.start // self.arena.slot_bytes, read.length)
+                    self.arena.place(slot, reading.known_as, read.start // self.arena.slot_bytes, read.length)
                 todo = [read]
                 for tier in reading.tiers:
                     if tier is self.host:

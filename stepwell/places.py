@@ -163,7 +163,7 @@ async def opened(named: Named, *, read_only: bool = True) -> AsyncIterator[Opene
 
 @asynccontextmanager
 async def started(named: Named, *, read_only: bool) -> AsyncIterator[tuple[str, list[Tier]]]:
-    """The run's name and its started tiers, nearest first; the name is "" for a step folder that is called otherwise."""
+    """The run's name and its started tiers, nearest first; the name is "" for a renamed step folder."""
     folder = named.place.folder
     tiers: Sequence[Tier]
     if named.config is not None:

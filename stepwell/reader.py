@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -54,13 +54,21 @@ class OpenCheckpoint(OpenShards):
     catalog: Catalog
     held: list[HeldShard] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
+    cached_as: dict[ShardKey, Hashable] = field(default_factory=dict)  # where an arena has them under another name
 
     def read(self) -> Skeleton:
         """Reads the skeleton and lays out the shards. Takes a while for many tensors: not on the event loop."""
         with paused():
             skeleton = read_skeleton(msgspec.json.decode(self.record.skeleton), f"rank record of step {self.step}")
             self.shards = [
-                OpenShard(h.key, h.shard.size, h.tiers, recorded_layout(h.shard, skeleton.leaves), h.shard.crcs())
+                OpenShard(
+                    h.key,
+                    h.shard.size,
+                    h.tiers,
+                    recorded_layout(h.shard, skeleton.leaves),
+                    h.shard.crcs(),
+                    self.cached_as.get(h.key),
+                )  # fmt: skip
                 for h in self.held
             ]
         return skeleton
@@ -265,8 +273,9 @@ async def fill_runs(
     reads = plan_reads(starts, lengths, shard.size, mover.arena.slot_bytes)
     try:
         reading = Reading(
-            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, limit=_limit(shard.tiers)
-        )
+            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces,
+            limit=_limit(shard.tiers), cached_as=shard.cached_as,
+        )  # fmt: skip
         await mover.get(reading, reads)
     except CorruptData as error:
         block = error.where.get("block")

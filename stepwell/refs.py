@@ -41,6 +41,8 @@ def find(ref: str | os.PathLike[str]) -> Place:
     if "@" in text and not os.path.lexists(path):
         text, _, select = text.rpartition("@")
         path = Path(text).expanduser().absolute()
+    if not text:
+        raise CheckpointNotFound(f"{ref!r} names no path", todo="Give the path of a run, a checkpoint or a file")
     if not path.exists():
         what = "a link to nothing" if path.is_symlink() else "no such file or folder"
         raise CheckpointNotFound(f"{what}: {path}", path=str(path))

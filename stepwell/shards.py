@@ -8,7 +8,7 @@ the header is all there is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -52,6 +52,7 @@ class OpenShard:
     tiers: list[Tier]  # nearest first
     layout: Layout
     crcs: Crcs | None
+    cached_as: Hashable = None  # how an arena knows it; None: by its key
 
 
 def recorded_layout(shard: ShardRecord, leaves: Sequence[Leaf]) -> Layout:

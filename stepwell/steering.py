@@ -74,7 +74,7 @@ class Steering:
             self._dropping.discard((move.checkpoint, move.tier))
 
     def _leased(self) -> frozenset[str]:
-        return frozenset(attempt.folder for attempt in self._chain.catalog.reading)
+        return frozenset(attempt.folder for attempt, readers in self._chain.catalog.reading.items() if readers)
 
     async def view(self) -> View:
         """What is where, as policies see it."""

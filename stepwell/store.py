@@ -21,6 +21,7 @@ from stepwell.files import read_sidecars
 from stepwell.jobs import current_job
 from stepwell.mover import Mover
 from stepwell.policies.base import Policy
+from stepwell.prefetching import Prefetch
 from stepwell.restoring import Wish, describe, restore
 from stepwell.runtime import Runtime
 from stepwell.saving import Order, Save, SaveRecord, check_metrics
@@ -29,6 +30,7 @@ from stepwell.state import PlanCache, capture
 from stepwell.status import StoreStatus, status_of
 from stepwell.tiers.base import Tier
 from stepwell.tiers.host import HostTier
+from stepwell.warm import Ref, start_prefetch
 from stepwell.writer import RunWriter
 
 T = TypeVar("T")
@@ -56,7 +58,7 @@ class CheckpointStore:
         self._settings = settings
         self._clock = clock or SystemClock()
         self._runtime = Runtime.get()
-        self._catalog = Catalog(run, tiers)
+        self.catalog = Catalog(run, tiers)
         self._plans = PlanCache()
         self._calls = 0
         self._restores = 0
@@ -80,8 +82,8 @@ class CheckpointStore:
             raise
         host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
         arena = host.arena if host is not None else self._runtime.staging()
-        self._mover = Mover(self._runtime.copier, arena, host)
-        chain = Chain(self.run, self.tiers, self._mover, self._catalog, self._clock, self._settings)
+        self.mover = Mover(self._runtime.copier, arena, host)
+        chain = Chain(self.run, self.tiers, self.mover, self.catalog, self._clock, self._settings)
         self._chain = chain
         self._writer = RunWriter(chain, policies)
 
@@ -163,8 +165,8 @@ class CheckpointStore:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"a step is an integer from 0, not {step!r}")
         if self._last_step is None:
-            self._wait(self._catalog.refresh())
-            self._last_step = max((a.step for a in self._catalog.newest_first()), default=-1)
+            self._wait(self.catalog.refresh())
+            self._last_step = max((a.step for a in self.catalog.newest_first()), default=-1)
         rewind_to, newest = self._rewind_to, self._last_step
         if rewind_to is None:
             if step <= newest:
@@ -184,12 +186,12 @@ class CheckpointStore:
         Takes effect with the next save. Raises CheckpointNotFound if `step` has no checkpoint.
         """
         self._check_writable()
-        self._wait(self._catalog.refresh())
-        self._catalog.at_step(step)
+        self._wait(self.catalog.refresh())
+        self.catalog.at_step(step)
         self._note_base(step)
 
     def _note_base(self, step: int) -> None:
-        newest = max((a.step for a in self._catalog.newest_first()), default=step)
+        newest = max((a.step for a in self.catalog.newest_first()), default=step)
         self._last_step = max(newest, self._last_step if self._last_step is not None else newest)
         self._rewind_to = step
 
@@ -229,7 +231,7 @@ class CheckpointStore:
         self._restores += 1
         group = f"stepwell/{self.run}/{self._settings.open_number}/{job.restarts}/restore-{self._restores}"
         agreement = Agreement(job, group, self._settings.rank_timeout_seconds, run)
-        done = restore(self._mover, self._catalog, wish, agreement, run, self._runtime.start)
+        done = restore(self.mover, self.catalog, wish, agreement, run, self._runtime.start)
         if done is None:
             return None
         self._note_base(done.checkpoint.step)
@@ -243,15 +245,31 @@ class CheckpointStore:
             with contextlib.suppress(SaveFailed):
                 save.wait(self._chain.first.info.name)
 
+    def prefetch(self, refs: Ref | Sequence[Ref], to: str = "host") -> Prefetch:
+        """Brings checkpoints up before they are asked for; returns at once, with a handle for progress, wait, cancel.
+
+        refs: one or several, the most urgent first: a step of this run, `@latest`, `@best:METRIC`, `@TAG` of it, or
+        any path that `stepwell.load` takes. to: the host tier, where this store and `stepwell.load` then find the
+        chunks in memory, until their room is needed; or a storage tier, for checkpoints of this run.
+        """
+        wanted = [refs] if isinstance(refs, int | str | os.PathLike) else list(refs)
+        tier = next((t for t in self.tiers if t.info.name == to), None)
+        if tier is None:
+            names = ", ".join(t.info.name for t in self.tiers)
+            raise ConfigError(f"there is no tier {to!r}", todo=f"The tiers are {names}")
+        if self._closed or self._pid != os.getpid():
+            raise StoreClosed("the store is closed", todo="Open it again", run=self.run)
+        return start_prefetch(self, self._runtime, self._chain, self._writer, wanted, tier)
+
     # -- looking -------------------------------------------------------------------------
 
     def checkpoints(self, *, abandoned: bool = False) -> list[Checkpoint]:
         """The run's checkpoints, by step; with `abandoned`, those that rewinds left behind, too."""
 
         async def listed() -> list[Checkpoint]:
-            await self._catalog.refresh()
-            wanted = list(self._catalog.holdings) if abandoned else self._catalog.newest_first()
-            return [await describe(self._catalog, attempt) for attempt in sorted(wanted, key=lambda a: (a.step, a))]
+            await self.catalog.refresh()
+            wanted = list(self.catalog.holdings) if abandoned else self.catalog.newest_first()
+            return [await describe(self.catalog, attempt) for attempt in sorted(wanted, key=lambda a: (a.step, a))]
 
         return self._wait(listed())
 
@@ -267,8 +285,8 @@ class CheckpointStore:
         """
 
         async def found() -> list[Debris]:
-            await self._catalog.refresh()
-            return list(self._catalog.debris)
+            await self.catalog.refresh()
+            return list(self.catalog.debris)
 
         return self._wait(found())
 
@@ -286,8 +304,8 @@ class CheckpointStore:
             )
 
         async def down() -> None:
-            await self._catalog.refresh()
-            found = self._catalog.newest_first() if step is None else self._catalog.at_step(step)
+            await self.catalog.refresh()
+            found = self.catalog.newest_first() if step is None else self.catalog.at_step(step)
             if not found:
                 raise ConfigError("there is no checkpoint to flush", run=self.run)
             await self._writer.flush(found[0], target, current_job(), parts)

@@ -13,7 +13,7 @@ from stepwell.backoff import Backoff
 from stepwell.chain import Chain, reserve
 from stepwell.errors import NotPlanned, StepwellError, TierError, TierFull
 from stepwell.flushing import Flusher, Goal
-from stepwell.format.names import Attempt
+from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mending import Bad, Mender
@@ -44,7 +44,7 @@ class RunWriter:
         self.saver = Saver(chain, self.owner, self._keep)
         self.flushers = {
             tier.info.name: Flusher(tier, partial(self._flush_once, tier), chain.clock, Backoff(rng))
-            for tier in chain.storage[1:]
+            for tier in chain.storage
         }
         self.steering = Steering(chain, policies, self.flushers, self._keep)
         self.steering.may_drop = self._may_drop
@@ -78,7 +78,8 @@ class RunWriter:
 
     def _follow(self, save: Save, attempt: Attempt) -> None:
         """Ties the save's waits to the flushes that policies have asked for."""
-        for name, flusher in self.flushers.items():
+        for tier in self._chain.storage[1:]:
+            name, flusher = tier.info.name, self.flushers[tier.info.name]
             goal = next((g for g in flusher.goals if g.attempt == attempt), None)
             if goal is not None:
                 self._keep(self._report(save, goal, name))
@@ -124,7 +125,7 @@ class RunWriter:
     # -- flushes -------------------------------------------------------------------------
 
     async def flush(self, attempt: Attempt, tier: Tier, job: Job, parts: Sequence[str] | None = None) -> None:
-        """Copies this rank's part of a checkpoint to a tier below the first and commits it there, before all others.
+        """Copies this rank's part of a checkpoint to a tier and commits it there, before all others.
 
         parts: only those (the copy is partial); default all. What is committed there already stays.
         """
@@ -133,6 +134,13 @@ class RunWriter:
         if any(h.tier is tier for h in self._chain.catalog.holdings[attempt]):
             return
         await self.flushers[tier.info.name].want(attempt, parts, Priority.RESTORE).wait()
+
+    async def lift(self, attempt: Attempt, tier: Tier, job: Job) -> None:
+        """Copies this rank's part of a checkpoint up to a storage tier and commits it there, when there is time."""
+        await self.owner.take(job)
+        await self._after_takeover()
+        if not any(h.tier is tier for h in self._chain.catalog.holdings[attempt]):
+            await self.flushers[tier.info.name].want(attempt, None, Priority.PREFETCH).wait()
 
     async def _flush_once(self, tier: Tier, goal: Goal) -> None:
         """One try. What it has written stays for the next, unless the tier is full."""
@@ -147,10 +155,14 @@ class RunWriter:
         key = CheckpointKey(chain.run, attempt.folder)
         shards = [shard for shard in record.shards if shard.file in files]
         sizes = [(ShardKey(key, shard.file), shard.size) for shard in shards]
-        reserved = await reserve(tier, sizes, resume=True)
+        own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(self.owner.job.rank)}")
+        # if an earlier try got as far as the record, its shards are durable, and stay as they are: its manifest may
+        # still be on its way, and a later writer may have taken the attempt for whole
+        whole = await tier.fetch(own) == data
+        reserved = [] if whole else await reserve(tier, sizes, resume=True)
         sources = [h.tier for h in held]
         try:
-            for shard, reservation in zip(shards, reserved, strict=True):
+            for shard, reservation in zip([] if whole else shards, reserved, strict=True):
                 reading = Reading(
                     reservation.shard, sources, shard.crcs(), healing, Priority.FLUSH,
                     target=tier.info.name, limit=tier.info.write_bytes_per_s,

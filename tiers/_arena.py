@@ -290,14 +290,22 @@ class Arena:
 
     # -- chunks --------------------------------------------------------------------------
 
-    def place(self, slot: Slot, shard: Hashable, number: int, length: int) -> None:
-        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise."""
+    def place(self, slot: Slot, shard: Hashable, number: int, length: int) -> bool:
+        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise.
+
+        False if the chunk is here or on its way already: the slot then only passes.
+        """
         assert slot.kept and slot.chunk is None
+        if number in self._cached.get(shard, {}):
+            slot.kept = False
+            self._kept -= 1
+            return False
         slot.chunk = Chunk((shard, number), shard, number, self.slot_bytes)
         slot.dirty = True
         self._cached.setdefault(shard, {})[number] = slot
         self._by_key[slot.chunk.key] = slot
         self._index.filling(slot.index, shard, number, length)
+        return True
 
     def filled(self, slot: Slot) -> None:
         """Its bytes are there, and good."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from stepwell.errors import KeyMismatch
 from stepwell.format.collecting import paused
 from stepwell.state.decode import Decoder
 from stepwell.state.names import KeyFilter, Rename, renamer
-from stepwell.state.nodes import PAIRED, flat_nodes, key_text, leaf_keys, unwrapped
+from stepwell.state.nodes import PAIRED, children, flat_nodes, key_text, leaf_keys, unwrapped
 from stepwell.state.placement import Placement, Tensors
 from stepwell.state.skeleton import Skeleton, checked_skeleton
 from stepwell.state.values import Node
@@ -52,6 +52,7 @@ def _build(
         raise KeyMismatch(
             f"The checkpoint has no part {part!r}", missing=[part], todo=f"It has {', '.join(checked.parts) or 'none'}"
         )
+    _require_all(checked, part, wanted)
     chosen: list[tuple[Node, Node, str]] = []
     for name, (key, node) in checked.parts.items():
         if part is not None and name != part:
@@ -73,6 +74,35 @@ def _build(
 
     placement._finish = finish
     return placement
+
+
+def _require_all(checked: Skeleton, part: str | None, wanted: KeyFilter) -> None:
+    """Raises KeyMismatch if something that was asked for is not there."""
+    if wanted.everything:
+        return
+    parts = checked.parts if part is None else {part: checked.parts[part]}
+    names = [(name, key) for name, (_, node) in parts.items() for key in _names(node, "")]
+    if unmatched := wanted.unmatched(names):
+        shown = ", ".join([key if part is not None else f"{name}.{key}" for name, key in names if key][:5])
+        raise KeyMismatch(
+            f"Nothing in the checkpoint matches {', '.join(unmatched[:5])}",
+            missing=unmatched,
+            todo=f"There are {shown}" if shown else "",
+        )
+
+
+def _names(node: Node, name: str) -> Iterator[str]:
+    """The dotted names of a node and of all in it."""
+    yield name
+    inner = unwrapped(node)
+    entries: Iterable[tuple[str | None, Node]] = ()
+    if type(inner) is dict:
+        entries = inner.items()
+    elif type(inner) is list and inner:
+        entries = children(inner)
+    for key, child in entries:
+        if key is not None:
+            yield from _names(child, f"{name}.{key}" if name else key)
 
 
 def _cast(tensors: Tensors, chosen: list[tuple[Node, Node, str]], dtype: torch.dtype | None) -> list[str]:

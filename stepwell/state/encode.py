@@ -246,6 +246,8 @@ def _require_plain(tensor: torch.Tensor, name: str) -> None:
         raise StateError(
             f"A tensor of layout {tensor.layout} cannot be saved", key=name, todo="Save its to_dense() or its parts"
         )
+    if tensor.is_nested:
+        raise StateError("A nested tensor cannot be saved", key=name, todo="Save the list of its unbind()")
     if tensor.numel() and not tensor.data_ptr():
         raise StateError("The tensor has no data", key=name)
 

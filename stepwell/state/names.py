@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stepwell.errors import ConfigError
 
@@ -17,6 +17,7 @@ class KeyFilter:
     def __init__(self, patterns: str | Sequence[str]) -> None:
         texts = [patterns] if isinstance(patterns, str) else list(patterns)
         self.everything = "*" in texts
+        self._texts = texts
         self._matchers = [re.compile(fnmatch.translate(text)).match for text in texts]
 
     def __call__(self, part: str, name: str) -> bool:
@@ -24,6 +25,15 @@ class KeyFilter:
             return True
         full = f"{part}.{name}" if name else part
         return any(match(name) or match(full) or match(part) for match in self._matchers)
+
+    def unmatched(self, names: Iterable[tuple[str, str]]) -> list[str]:
+        """The patterns that match none of these (part, dotted name)."""
+        known = {text for part, name in names for text in (part, name, f"{part}.{name}")}
+        return [
+            text
+            for text, match in zip(self._texts, self._matchers, strict=True)
+            if text not in known and not any(map(match, known))
+        ]
 
 
 def renamer(rename: Rename) -> Callable[[str], str | None] | None:

@@ -5,6 +5,7 @@ its n-th file operation (what Python's audit events tell, and syncs). Then anoth
 
     save       step 3 is saved on the near tier and flushed to the far one
     replace    after rewind(1), step 2 is saved again, with another value
+    retain     as save, on tiers that keep one checkpoint: each commit deletes the one before
 
     python -m tests.cases.kill_points save FOLDER [most points, spread over the operations; default all]
 """
@@ -18,17 +19,17 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import stepwell
-from stepwell.tiers.base import Tier
-from stepwell.tiers.file import FileTier
+from stepwell.store import CheckpointStore
 from tests.campaign.kill9 import forked
 
+Mode = Literal["w", "r"]
 #: audit events that change the disk, "open" only if it is for writing
 _WRITES = {"open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.truncate", "os.symlink"}
 
@@ -37,19 +38,30 @@ def state(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((400_000,), float(value))}, "step": value}
 
 
-def tiers(folder: Path) -> list[Tier]:
-    return [FileTier(folder / name, name=name) for name in ("near", "far")]
+def opened(way: str, folder: Path, names: Sequence[str] = ("near", "far"), mode: Mode = "w") -> CheckpointStore:
+    """The store on those tiers; far is what a shared file system is."""
+    drivers = {"near": "file", "far": "pfs"}
+    keep = "retain = { last = 1 }" if way == "retain" else ""
+    file = folder / f"{'-'.join(names)}.toml"
+    file.write_text(
+        "\n".join(
+            f"[[tier]]\nname = '{name}'\ndriver = '{drivers[name]}'\npath = '{folder / name}'\n{keep}" for name in names
+        )
+    )
+    return stepwell.open(file, run="run", mode=mode)
 
 
-def prepare(folder: Path) -> None:
-    with stepwell.open(tiers=tiers(folder), run="run") as store:
+def prepare(way: str, folder: Path) -> None:
+    for name in ("near", "far"):
+        (folder / name).mkdir()
+    with opened(way, folder) as store:
         store.save(1, state(1)).wait("far")
         store.save(2, state(2)).wait("far")
 
 
 def write(way: str, folder: Path, deadly: int, report: int) -> None:
     """Saves, dies before operation number `deadly`; reports what was acknowledged, and at the end the count."""
-    store = stepwell.open(tiers=tiers(folder), run="run")
+    store = opened(way, folder)
     if way == "replace":
         store.rewind(1)
     else:
@@ -59,6 +71,7 @@ def write(way: str, folder: Path, deadly: int, report: int) -> None:
     for tier in ("near", "far"):
         save.wait(tier)
         os.write(report, f"{tier}\n".encode())
+    store.close()
     os.write(report, f"{count()}\n".encode())
 
 
@@ -96,8 +109,7 @@ def check(way: str, folder: Path, acknowledged: set[str]) -> None:
     """Raises AssertionError unless every tier that had a whole checkpoint has one, and saving goes on."""
     new = (2, 2.5) if way == "replace" else (3, 3)
     for names in (["near", "far"], ["near"], ["far"]):
-        chain = [tier for tier in tiers(folder) if tier.info.name in names]
-        with stepwell.open(tiers=chain, run="run", mode="r") as store:
+        with opened(way, folder, names, "r") as store:
             target = state(0)
             found = store.restore(target)
             assert found is not None and not found.skipped
@@ -106,12 +118,13 @@ def check(way: str, folder: Path, acknowledged: set[str]) -> None:
             assert bool((target["model"]["w"] == value).all())
             if acknowledged & set(names):
                 assert value == new[1], f"acknowledged on {acknowledged}, and {value} was restored from {names}"
-    with stepwell.open(tiers=tiers(folder), run="run") as store:
+    with opened(way, folder) as store:
         store.restore(state(0))
         store.save(4, state(4)).wait("far")
         assert store.checkpoints()[-1].step == 4
-    with stepwell.open(tiers=tiers(folder), run="run", mode="r") as store:
+    with opened(way, folder, mode="r") as store:
         assert store.debris() == [], store.debris()
+        assert len(store.checkpoints()) == 1 or way != "retain"
         for checkpoint in store.checkpoints():
             assert store.restore(state(0), checkpoint.step) is not None
 
@@ -135,7 +148,7 @@ def one(way: str, base: Path, folder: Path, deadly: int) -> tuple[bool, list[str
 def main(way: str, folder: Path, points_max: int = 1000) -> None:
     base = folder / "base"
     base.mkdir()
-    maker = forked(lambda: prepare(base))
+    maker = forked(lambda: prepare(way, base))
     assert os.waitstatus_to_exitcode(os.waitpid(maker, 0)[1]) == 0
     killed, said = one(way, base, folder / "whole", -1)
     assert not killed

@@ -44,14 +44,14 @@ def chain(folder: Path) -> list[Tier]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["save", "replace"])
+@pytest.mark.parametrize("way", ["save", "replace", "retain"])
 def test_C1_C3_C8_a_kill_at_any_file_operation_leaves_the_old_or_the_new(tmp_path: Path, way: str) -> None:
     """Of a save, its flush and the replacing of a step; random moments: tests/store/test_kill.py."""
-    command = [sys.executable, "-m", "tests.cases.kill_points", way, str(tmp_path), "10"]
+    command = [sys.executable, "-m", "tests.cases.kill_points", way, str(tmp_path), "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
-    assert result["kills"] == result["points"] >= 8 and result["operations"] > 20
+    assert result["kills"] == result["points"] >= 6 and result["operations"] > 20
 
 
 def test_C4_steps_are_numbers_and_nan_is_never_best(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_C15_a_read_only_mount_loads(small_disk: Path) -> None:
 
 def test_C16_folders_that_are_missing_or_removed_by_hand_stop_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with stepwell.open(run) as store:
+    with stepwell.open(tiers=[FileTier(tmp_path, name="disk")], run="run") as store:
         assert store.checkpoints() == [] and store.restore(state(0)) is None
         for step in (1, 2, 3):
             store.save(step, state(step)).wait()

@@ -43,7 +43,8 @@ assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, fi
 import torch, stepwell
 weight = torch.arange(3_000_000)
 with stepwell.open(sys.argv[2]) as store:
-    print(store.tiers[0].info.detail["engine"])
+    [disk] = [tier for tier in store.tiers if tier.info.driver == "file"]
+    print(disk.info.detail["engine"])
     store.save(1, {"w": weight}).wait()
     target = {"w": torch.zeros_like(weight)}
     store.restore(target)

@@ -101,6 +101,21 @@ def test_D4_few_matches_warn(tmp_path: Path) -> None:
         store.restore(target, strict=False)
 
 
+@pytest.mark.parametrize("part", [None, "model"])
+@pytest.mark.parametrize("keys", ["nope", "*.nope", ["a", "nope"], ["a", "b.*", "nope"]])
+def test_D4_keys_that_match_nothing_are_refused(tmp_path: Path, keys: Any, part: str | None) -> None:
+    run = saved(tmp_path / "run", {"model": {"a": torch.ones(2), "b": {"c": torch.ones(3)}}, "step": 4})
+    with pytest.raises(KeyMismatch, match="nope.*There are") as caught:
+        stepwell.load(run, part=part, keys=keys)
+    assert caught.value.missing == [keys if isinstance(keys, str) else keys[-1]]
+
+
+@pytest.mark.parametrize("keys", ["a", "model.a", "b.c", "*.c", ["model.b", "a"], "step", ["b.c", "b"], "model"])
+def test_D4_keys_that_match_something_are_taken(tmp_path: Path, keys: Any) -> None:
+    run = saved(tmp_path / "run", {"model": {"a": torch.ones(2), "b": {"c": torch.ones(3)}}, "step": 4})
+    assert stepwell.load(run, keys=keys)
+
+
 def damage_key(run: Path, key: str) -> None:
     """Flips a byte of one tensor on the disk."""
     path = only_step(run) / "model.safetensors"

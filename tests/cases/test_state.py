@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 import stepwell
-from stepwell.errors import StateError
+from stepwell.errors import ConfigError, StateError
 from stepwell.format.safetensors import encode_header, parse_header
 from stepwell.tiers.base import ChunkIO
 from stepwell.tiers.file import FileTier
@@ -80,6 +80,20 @@ def test_A3_half_a_tie_fills_both_names_or_raises(tmp_path: Path) -> None:
             store.restore(apart)
     assert caught.value.missing == ["model.head.weight"]
     assert not apart["model"]["embed.weight"].any()
+
+
+def test_A3_each_name_of_a_tie_can_be_loaded_alone_or_in_slices(tmp_path: Path) -> None:
+    shared = torch.randn(300, 40)
+    views = {"embed": shared, "head": shared, "flat": shared.view(-1), "turned": shared.t()}
+    run = saved(tmp_path / "run", {"model": views, "ema": {"embed": shared, "own": torch.ones(3)}})
+    for name, view in views.items():
+        assert torch.equal(stepwell.load(run, part="model", keys=name)[name], view)
+    assert torch.equal(stepwell.load(run, part="ema")["embed"], shared)
+    got = stepwell.load(run, keys={"model.head": slice(3, 5), "ema.embed": slice(7, 9), "model.flat": slice(50, 99)})
+    assert torch.equal(got["model.head"], shared[3:5]) and torch.equal(got["ema.embed"], shared[7:9])
+    assert torch.equal(got["model.flat"], shared.view(-1)[50:99])
+    with pytest.raises(ConfigError, match="model.turned.*whole"):
+        stepwell.load(run, keys={"model.turned": slice(3, 5)})
 
 
 def test_A5_disjoint_views_of_one_buffer_are_stored_and_read_one_by_one(

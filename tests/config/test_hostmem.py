@@ -75,6 +75,7 @@ def test_v2_inside_a_container(tmp_path: Path) -> None:
 def test_a_path_that_is_not_there_falls_back_to_the_root(tmp_path: Path, path: str) -> None:
     tree = Tree(tmp_path, f"0::{path}\n")
     tree.put(".", max=8 * GIB)
+    tree.put("..", max=GIB)  # beside the tree, not in it
     assert tree.limit() == 8 * GIB
 
 

@@ -190,3 +190,14 @@ def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2.00 TiB are more than the 1.00 TiB.*tier\[0\].capacity.*'25%'") as caught:
         build(load_config(file), run="r", node=NODE)
     assert caught.value.where == {"file": str(file), "key": "tier[0].capacity", "tier": "host"}
+
+
+def test_less_host_memory_than_a_rank_needs(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(HOST + 'capacity = "64MiB"\n' + MEMORY)
+    says = r"16.0 MiB for each of 4 local ranks are too little.*tier\[0\].capacity.*at least (\d+ MiB)"
+    with pytest.raises(ConfigError, match=says) as caught:
+        build(load_config(file), run="r", node=NODE)
+    least = caught.value.todo.removeprefix("Write at least ")
+    file.write_text(HOST + f'capacity = "{least}"\n' + MEMORY)
+    assert build(load_config(file), run="r", node=NODE).tiers

@@ -60,6 +60,8 @@ class Chain(RuleBasedStateMachine):
 
     def place(self, name: str, on: frozenset[str]) -> None:
         self.there[name] = replace(self.there[name], complete_on=on)
+        if not on:
+            del self.there[name]
 
     @rule(ahead=st.integers(1, 100))
     def save(self, ahead: int) -> None:
@@ -73,25 +75,28 @@ class Chain(RuleBasedStateMachine):
     def flush_ends(self, data: st.DataObject, fails: bool) -> None:
         name, tier = data.draw(st.sampled_from(sorted(self.promised)))
         self.promised.remove((name, tier))
-        if not fails and self.there[name].complete_on:
+        if not fails:
             self.flushed.add((name, tier))
             self.place(name, self.there[name].complete_on | {tier})
             self.happen(Committed(name, tier))
 
-    @precondition(lambda self: any(len(c.complete_on) > 1 for c in self.there.values()))
+    def evictable(self) -> list[str]:
+        return [c.name for c in self.there.values() if c.complete_on > {"host"}]
+
+    @precondition(lambda self: self.evictable())
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        names = [c.name for c in self.there.values() if c.complete_on > {"host"}]
-        if names:
-            name = data.draw(st.sampled_from(names))
-            self.place(name, self.there[name].complete_on - {"host"})
+        name = data.draw(st.sampled_from(self.evictable()))
+        self.place(name, self.there[name].complete_on - {"host"})
 
-    @precondition(lambda self: self.there)
+    def current(self) -> list[CheckpointView]:
+        return [c for c in self.there.values() if not c.abandoned]
+
+    @precondition(lambda self: self.current())
     @rule(data=st.data())
     def rewind(self, data: st.DataObject) -> None:
-        current = [c for c in self.there.values() if not c.abandoned]
-        to = data.draw(st.sampled_from(current)).step
-        for c in current:
+        to = data.draw(st.sampled_from(self.current())).step
+        for c in self.current():
             if c.step > to:
                 self.there[c.name] = replace(c, abandoned=True)
         self.step = to
@@ -103,14 +108,12 @@ class Chain(RuleBasedStateMachine):
         self.promised.clear()
         for name, c in list(self.there.items()):
             self.place(name, c.complete_on - {"host"})
-        self.there = {name: c for name, c in self.there.items() if c.complete_on}
         self.happen(Opened())
 
     @invariant()
     def closing_now_would_bring_the_newest_down(self) -> None:
-        current = [c for c in self.there.values() if not c.abandoned]
-        if current:
-            newest = max(current, key=lambda c: c.step)
+        if self.current():
+            newest = max(self.current(), key=lambda c: c.step)
             asked = [m.checkpoint for m in FlushAll("pfs").decide(Closing(), self.view())]
             assert "pfs" in newest.complete_on or (newest.name, "pfs") in self.promised or asked == [newest.name]
 
@@ -127,10 +130,9 @@ class Chain(RuleBasedStateMachine):
         assert not self.promised
         assert len(self.view().on("nvme")) <= LAST_NVME
         assert len(self.view().on("pfs")) <= LAST_PFS
-        current = [c for c in self.there.values() if not c.abandoned and c.complete_on]
-        if current:
-            assert "pfs" in max(current, key=lambda c: c.step).complete_on
+        if self.current():
+            assert "pfs" in max(self.current(), key=lambda c: c.step).complete_on
 
 
 TestChain = Chain.TestCase
-TestChain.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestChain.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -187,7 +187,10 @@ class Invariants:
     # -- the checks ----------------------------------------------------------------------------------
 
     def _check_manifest(self, medium: Medium, folder: str) -> None:
-        """All that it commits is there, right and durable."""
+        """All that it commits is there, right and durable. One that was passed over may be anything."""
+        attempt = Attempt.parse(folder)
+        if attempt is None or not self.counts(attempt):
+            return
         where = f"the manifest of {folder} on {medium.name}"
         saved = self.model.find(folder)
         if saved is None:
@@ -246,15 +249,20 @@ class Invariants:
             if not any(file is not None and block in file.flipped for file in files):
                 raise Broken(f"{saved} was acknowledged on {sorted(saved.acked)}, block {block} of {name} is lost")
 
+    def _has_enough(self, medium: Medium, attempt: Attempt) -> bool:
+        """Whether retention may delete this checkpoint there."""
+        keep = self.retain.get(medium.name)
+        newer = [other for other in self.committed([medium]) if other != attempt and other.step >= attempt.step]
+        return keep is not None and len(newer) >= keep
+
     def _check_deletion(self, medium: Medium, folder: str) -> None:
         """A manifest was removed from a medium."""
         attempt, saved = Attempt.parse(folder), self.model.find(folder)
         if attempt is None or saved is None:
             return
-        here = [other for other in self.committed([medium]) if other != attempt and other.step >= attempt.step]
-        keep = self.retain.get(medium.name)
-        if keep is not None and len(here) >= keep:
-            saved.acked.discard(medium.name)  # as retention may
+        if self._has_enough(medium, attempt):  # as retention may
+            saved.acked.discard(medium.name)
+            saved.acked -= {other.name for other in self.media if self._has_enough(other, attempt)}
         elif medium.name not in saved.acked:
             counted_on = attempt.epoch < self.seen_epoch and folder in self._seen
             if counted_on and attempt not in self.committed():

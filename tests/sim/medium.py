@@ -178,7 +178,12 @@ class Medium:
     # -- what the world does -------------------------------------------------------------------------
 
     def lose_node(self, node: str, rng: random.Random) -> None:
-        """A node goes down: its cache is lost."""
+        """A node goes down: its cache is lost. Nobody is told: look at everything."""
+        watcher, self.watcher = self.watcher, None
+        self._lose_node(node, rng)
+        self.watcher = watcher
+
+    def _lose_node(self, node: str, rng: random.Random) -> None:
         for key, ghost in list(self._ghosts.items()):
             if rng.random() < 0.5 and ghost.node == node:
                 self._bring_back(key, ghost)

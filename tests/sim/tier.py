@@ -364,7 +364,7 @@ class SimTier(Tier):
         trouble = await self._begin(key)
         gone = [key] if isinstance(key, ShardKey) else self._books.of(key) if isinstance(key, CheckpointKey) else []
         for each in self.medium.inside(key) if isinstance(key, CheckpointKey) else [key]:
-            commits = isinstance(each, RecordKey) and "/manifest" in f"/{each.name}"
+            commits = isinstance(each, RecordKey) and (each is key or "/manifest" in each.name)
             self.medium.remove(each, durable=commits)
             if not commits:
                 self._torn(trouble, key)

@@ -341,7 +341,9 @@ class World:
             raise Broken(f"{process} has not ended within {CALM_S} s of calm weather")
 
     def _check_ended(self, process: Process) -> None:
-        """A process that came to its end holds nothing any more."""
+        """A process that came to its end holds nothing any more, once what hung has ended, too."""
+        until = self.timeline.now + CALM_S
+        self.timeline.run_until(lambda: not process.arena.in_use or self.timeline.now > until)
         if process.arena.in_use:
             raise Broken(f"{process} has ended with {process.arena!r}")
 

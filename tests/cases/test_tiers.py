@@ -1,4 +1,4 @@
-"""Cases that need the config file: C3, C4, C5, C16 (retention), A1 (the host tier), G16 (bandwidth)."""
+"""Cases of tiers from a config file: C3, C4, C5, C16 (retention), A1 (host memory), G16 (bandwidth)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def host_bytes(store: stepwell.CheckpointStore) -> int:
 
 
 def test_G16_a_flush_keeps_to_its_bandwidth_and_a_restore_does_not(tmp_path: Path) -> None:
-    file = config(tmp_path, far='bandwidth_per_job = "40MB/s"')
+    file = config(tmp_path, far='bandwidth = "40MB/s"')
     large = state(1, 12_000_000)  # 48 MB
     with stepwell.open(file, run="run") as store:
         began = time.monotonic()

@@ -1,0 +1,108 @@
+"""`stepwell verify`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from stepwell.cli._ls import debris_documents
+from stepwell.cli._output import clean, console, print_json, progress, tell
+from stepwell.errors import StepwellError
+from stepwell.units import format_bytes, format_duration
+from stepwell.verifying import Problem, Report, Verified, verify
+
+
+def run(refs: list[str], json: bool) -> None:
+    """Ends with exit code 1 if anything is bad, or if one of the references could not be checked."""
+    began = time.monotonic()
+    reports: list[Report] = []
+    failed: dict[str, StepwellError] = {}
+    with progress("verifying") as bar:
+        for ref in refs:
+            try:
+                reports.append(verify(ref, bar))
+            except StepwellError as error:
+                failed[ref] = error
+    good = not failed and not any(report.problems for report in reports)
+    if json:
+        documents = [_document(report) for report in reports]
+        errors = [{"ref": ref, "error": str(error)} for ref, error in failed.items()]
+        print_json({"ok": good, "refs": documents, "failed": errors})
+    else:
+        for report in reports:
+            _print(report)
+        _print_sum(reports, time.monotonic() - began)
+    for error in failed.values():
+        tell(error)
+    if not good:
+        raise typer.Exit(1)
+
+
+def _document(report: Report) -> dict[str, Any]:
+    return {
+        "ref": report.ref,
+        "ok": not report.problems,
+        "checked": [
+            {
+                "checkpoint": one.checkpoint,
+                "step": one.step,
+                "tier": one.tier,
+                "ok": not one.problems,
+                "checksums": one.checksums,
+                "files": one.files,
+                "checked_bytes": one.checked_bytes,
+                "problems": [
+                    {"file": p.file, "what": p.what, "block": p.block, "tensors": list(p.tensors)} for p in one.problems
+                ],
+                "strangers": one.strangers,
+            }
+            for one in report.checked
+        ],
+        "debris": debris_documents(report.debris),
+    }
+
+
+def _print(report: Report) -> None:
+    out = console()
+    for one in report.checked:
+        out.print(_line(one))
+        for problem in one.problems:
+            out.print(Text(f"  {_problem(problem)}", style="red"))
+        if one.strangers:
+            out.print(Text(f"  not of this checkpoint: {clean(', '.join(one.strangers))}", style="dim"))
+    for left in report.debris:
+        why = "committed too late" if left.late else "never committed"
+        out.print(Text(f"debris  {clean(left.attempt.folder)} on {left.tier}: {why}", style="dim"))
+    if not report.checked:
+        out.print(f"{clean(report.ref)}: there is no checkpoint to verify")
+
+
+def _line(one: Verified) -> Text:
+    files = f"{one.files} file{'s' if one.files != 1 else ''}"
+    if one.checksums:
+        what = f"{files}, {format_bytes(one.checked_bytes)}"
+    else:
+        what = f"{files}, structure only: they carry no checksums"
+    word, style = ("bad", "bold red") if one.problems else ("good", "green")
+    return Text.assemble((f"{word:<8}", style), f"{clean(one.checkpoint)} on {one.tier}: {what}")
+
+
+def _problem(problem: Problem) -> str:
+    where = clean(problem.file) + (f", block {problem.block}" if problem.block is not None else "")
+    inside = f" ({clean(', '.join(problem.tensors))})" if problem.tensors else ""
+    return f"{where}: {clean(problem.what)}{inside}"
+
+
+def _print_sum(reports: list[Report], seconds: float) -> None:
+    checked = [one for report in reports for one in report.checked]
+    size = sum(one.checked_bytes for one in checked)
+    bad = sum(bool(one.problems) for one in checked)
+    speed = f", {size / seconds / 1e9:.2f} GB/s" if size > 100 << 20 else ""
+    many = "checkpoint" if len(checked) == 1 else "checkpoints"
+    console().print(
+        f"{len(checked)} {many}, {format_bytes(size)} in {format_duration(seconds)}{speed}: "
+        + (f"{bad} bad" if bad else "all good" if checked else "nothing checked")
+    )
