@@ -92,7 +92,9 @@ def copy(ref: Ref, target: str | os.PathLike[str], progress: Progress | None = N
 @contextmanager
 def _target(place: Path) -> Iterator[None]:
     """Makes the folder; if nothing gets into it, it is removed again."""
-    if place.name.startswith("step-") and Attempt.parse(place.name):
+    if not place.name:
+        raise ConfigError("a copy does not go into the root of the file system", todo="Name a folder in it")
+    if Attempt.parse(place.name):
         raise ConfigError("a copy does not go into another checkpoint", todo="Name its run", path=str(place))
     try:
         place.mkdir()
@@ -137,6 +139,9 @@ async def _copy(named: Named, target: Path, progress: Progress) -> list[Copied]:
         chosen = run.chosen
         if named.place.kind == "run" and not named.place.selected:
             chosen = run.catalog.newest_first()[:1]
+        if len(chosen) > 1:  # of a step that was saved again, the one that counts
+            current = run.catalog.newest_first()
+            chosen = [attempt for attempt in chosen if attempt in current]
         if not chosen:
             raise CheckpointNotFound("there is no checkpoint to copy", path=str(named.place.folder))
         if target in [Path(tier.info.detail.get("path", ""), run.run) for tier in run.tiers]:
@@ -144,6 +149,8 @@ async def _copy(named: Named, target: Path, progress: Progress) -> list[Copied]:
         loads = [await _load(run.catalog, attempt) for attempt in chosen]
         progress.expect(sum(load.size_bytes for load in loads))
         async with _into(target) as home:
+            for load in loads:
+                home.check_free(load)
             return [await home.put(load, progress) for load in loads]
 
 
@@ -246,7 +253,6 @@ class _Home:
         """Writes one checkpoint and commits it."""
         attempt, manifest, records = await self._named(load)
         place = self._folder / attempt.folder
-        self._check_free(attempt, place)
         key = CheckpointKey(self._catalog.run, attempt.folder)
         granted: list[Reservation] = []
         try:
@@ -285,15 +291,17 @@ class _Home:
         manifest.covers, manifest.digests = list(records), [native.crc32c(data) for data in records.values()]
         return attempt, encode(manifest), records
 
-    def _check_free(self, attempt: Attempt, place: Path) -> None:
-        taken = [known for known in self._catalog.newest_first() if known.step == attempt.step]
+    def check_free(self, load: _Load) -> None:
+        """Raises StepExists if the checkpoint's step or folder is taken."""
+        taken = [known for known in self._catalog.newest_first() if known.step == load.manifest.step]
         if taken:
             raise StepExists(
-                f"step {attempt.step} is there already; nothing was written",
+                f"step {load.manifest.step} is there already; nothing was written",
                 todo="Name another folder, or delete that checkpoint first",
                 path=str(self._folder / taken[0].folder),
             )
-        if os.path.lexists(place):
+        place = self._folder / load.manifest.attempt
+        if self._epoch is None and os.path.lexists(place):
             raise StepExists(
                 "what is left of another copy or save lies there; nothing was written",
                 todo=f"If nobody writes it any more, delete it: stepwell rm '{place}'",

@@ -37,7 +37,7 @@ def plan_deletion(refs: Sequence[Ref]) -> list[Doomed]:
 
     Raises ConfigError for a whole run and for a folder that stepwell did not make, CheckpointNotFound.
     """
-    return [doomed for named in _look_up(refs) for doomed in run_whole(_plan(named))]
+    return [doomed for plan in _plans(_look_up(refs)) for doomed in plan]
 
 
 def delete(refs: Sequence[Ref], *, force: bool = False, on_deleted: Callable[[Doomed], None] = lambda _: None) -> None:
@@ -48,11 +48,12 @@ def delete(refs: Sequence[Ref], *, force: bool = False, on_deleted: Callable[[Do
     run of the newest checkpoint or of a save that is not committed; TierError if a tier cannot delete.
     """
     everything = _look_up(refs)
-    plans = [run_whole(_plan(named)) for named in everything]
+    plans = _plans(everything)
     for plan in plans:
         check_newest(plan, force)
     for named, plan in zip(everything, plans, strict=True):
-        run_whole(_delete(named, plan, on_deleted))
+        if plan:
+            run_whole(_delete(named, plan, on_deleted))
 
 
 def check_newest(plan: Sequence[Doomed], force: bool) -> None:
@@ -91,6 +92,17 @@ def _look_up(refs: Sequence[Ref]) -> list[Named]:
     return found
 
 
+def _plans(everything: Sequence[Named]) -> list[list[Doomed]]:
+    """A plan for each reference; what several mean is in the first one's."""
+    seen: set[tuple[Path, str]] = set()
+    plans: list[list[Doomed]] = []
+    for named in everything:
+        plan = [doomed for doomed in run_whole(_plan(named)) if (doomed.path, doomed.tier) not in seen]
+        seen |= {(doomed.path, doomed.tier) for doomed in plan}
+        plans.append(plan)
+    return plans
+
+
 async def _plan(named: Named) -> list[Doomed]:
     place = named.place
     try:
@@ -116,7 +128,7 @@ def _doomed(run: Opened, attempt: Attempt, tier: Tier, size: int, *, newest: boo
 
 async def _delete(named: Named, plan: Sequence[Doomed], on_deleted: Callable[[Doomed], None]) -> None:
     async with AsyncExitStack() as stack:
-        run, tiers = await stack.enter_async_context(started(named, read_only=False))
+        run, tiers, _ = await stack.enter_async_context(started(named, read_only=False))
         if any(doomed.newest or not doomed.committed for doomed in plan) and is_run(plan[0].path.parent):
             await stack.enter_async_context(taken_over(Catalog(run, tiers), tiers[-1]))
         for doomed in plan:

@@ -6,6 +6,7 @@ where it always does. During the wait at exit it means "abandon": what is newest
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import concurrent.futures
 import logging
@@ -30,7 +31,7 @@ log = logging.getLogger("stepwell")
 #: how long closing waits for tiers after everything has been written or given up
 STOP_S = 30.0
 #: what background work, such as deletes, gets before the tiers are closed
-PATIENCE_S = 10.0
+PATIENCE_S = 3.0
 #: between two looks, and before the first line is printed
 _LOOK_S, _QUIET_S = 0.2, 1.0
 
@@ -49,8 +50,7 @@ def count_open(run: str) -> int:
 async def stop(writer: RunWriter, tiers: Sequence[Tier]) -> None:
     """Gives up what is not finished and frees everything."""
     await writer.close(PATIENCE_S)
-    for tier in tiers:
-        await tier.close()
+    await asyncio.gather(*(tier.close() for tier in tiers), return_exceptions=True)
 
 
 def finish(runtime: Runtime, writer: RunWriter, saves: Sequence[Save], limit_s: float) -> None:

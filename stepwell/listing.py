@@ -51,6 +51,7 @@ class RunListing:
     checkpoints: list[Checkpoint] = field(default_factory=list)  # by rising step, abandoned ones too
     unreadable: dict[str, str] = field(default_factory=dict)  # checkpoint -> why its manifest cannot be read
     debris: list[Debris] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)  # tier -> why it does not answer
 
 
 # -- under a folder ----------------------------------------------------------------------
@@ -129,9 +130,13 @@ def config_roots(config: Config) -> list[Path]:
 
 
 async def list_run(named: Named) -> RunListing:
-    """Every checkpoint that the reference means, by rising step, and what is no checkpoint."""
-    async with opened(named) as run:
+    """Every checkpoint that the reference means, by rising step, and what is no checkpoint.
+
+    A tier that does not answer is left out, and named.
+    """
+    async with opened(named, all_tiers=False) as run:
         out = RunListing(run.run, named.place.folder, [tier.info.name for tier in run.tiers])
+        out.absent = dict(run.catalog.absent)
         for attempt in run.chosen:
             try:
                 out.checkpoints.append(await describe(run.catalog, attempt))

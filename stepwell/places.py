@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -143,27 +143,34 @@ def run_whole(work: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def opened(named: Named, *, read_only: bool = True) -> AsyncIterator[Opened]:
-    """Starts the tiers, scans the run, and finds which checkpoints are meant.
+async def opened(named: Named, *, all_tiers: bool = True) -> AsyncIterator[Opened]:
+    """Starts the tiers, scans the run, and finds which checkpoints are meant. Nothing is written.
 
-    A run's folder without `@` means all its committed checkpoints, abandoned ones too. Raises
-    CheckpointNotFound, TierUnavailable.
+    A run's folder without `@` means all its committed checkpoints, abandoned ones too. all_tiers: one that does
+    not answer is an error; else it is in `catalog.absent`. Raises CheckpointNotFound, TierUnavailable.
     """
-    async with started(named, read_only=read_only) as (run, tiers):
+    async with started(named, read_only=True, all_tiers=all_tiers) as (run, tiers, away):
         catalog = Catalog(run, tiers)
         place = named.place
         if place.kind == "step" and not run:
             chosen = [await renamed_step(catalog, tiers[0], place.folder)]
         else:
             await catalog.refresh()
-            catalog.require_all_tiers("the run cannot be listed")
+            catalog.absent |= away
+            if all_tiers or len(catalog.absent) == len(tiers) + len(away):
+                catalog.require_all_tiers("the run cannot be listed")
             chosen = await _chosen(catalog, place)
         yield Opened(named, run, catalog, chosen)
 
 
 @asynccontextmanager
-async def started(named: Named, *, read_only: bool) -> AsyncIterator[tuple[str, list[Tier]]]:
-    """The run's name and its started tiers, nearest first; the name is "" for a renamed step folder."""
+async def started(
+    named: Named, *, read_only: bool, all_tiers: bool = True
+) -> AsyncIterator[tuple[str, list[Tier], dict[str, str]]]:
+    """The run's name ("" for a renamed step folder), its started tiers, nearest first, and why others are not there.
+
+    Raises TierUnavailable for a tier that is not there, unless `all_tiers` is False.
+    """
     folder = named.place.folder
     tiers: Sequence[Tier]
     if named.config is not None:
@@ -174,10 +181,16 @@ async def started(named: Named, *, read_only: bool) -> AsyncIterator[tuple[str, 
             run = folder.parent.name if Attempt.parse(folder.name) else ""
             folder = folder.parent if run else folder
         tiers = [FileTier(folder.parent, name="disk", read_only=read_only)]
+    away: dict[str, str] = {}
     try:
         for tier in tiers:
-            await tier.start()
-        yield run, list(tiers)
+            try:
+                await tier.start()
+            except StepwellError as error:
+                if all_tiers:
+                    raise
+                away[tier.info.name] = str(error)
+        yield run, [tier for tier in tiers if tier.info.name not in away], away
     finally:
         await asyncio.gather(*(tier.close() for tier in tiers))
 
@@ -201,7 +214,10 @@ async def _chosen(catalog: Catalog, place: refs.Place) -> list[Attempt]:
     current = catalog.newest_first()[::-1]
     if place.select == "latest" and current:
         return current[-1:]
-    found = [await describe(catalog, attempt) for attempt in current]
+    found: list[Checkpoint] = []
+    for attempt in current:
+        with suppress(StepwellError):  # one whose manifest is damaged must not hide the others
+            found.append(await describe(catalog, attempt))
     name = refs.choose(found, place.select, str(place.folder)).name
     return [attempt for attempt in current if attempt.folder == name]
 

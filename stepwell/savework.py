@@ -132,6 +132,8 @@ class Saver:
             chain.mover.arena.clean(job.key)
         self._owner.committed(attempt)
         save.mark_committed(first.info.name, chain.clock.monotonic())
+        if hosted is not None:  # the next save finds memory beside this one's, and need not wait until it is ready
+            chain.mover.arena.expect(sum(job.size for job in jobs))
         return attempt
 
     async def _reserve_host(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stepwell.chain import Chain, Keep
@@ -44,7 +45,7 @@ class Steering:
         goals: list[Goal] = []
         for policy in self._policies:
             for move in policy.decide(event, view):
-                goals += self._carry_out(move, view)
+                goals += self._carry_out(move, replace(view, promised=self.promised))  # also what was decided just now
         return goals
 
     def _carry_out(self, move: Move, view: View) -> Iterable[Goal]:
@@ -53,6 +54,8 @@ class Steering:
             log.debug("%s is not done: %s", move, why_not)
             return
         if isinstance(move, Flush):
+            if (move.checkpoint, move.tier) in self._dropping:
+                return  # it is asked for again at the next event
             attempt = Attempt.parse(move.checkpoint)
             assert attempt is not None
             yield self.flushers[move.tier].want(attempt, move.parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepwell.backoff import Backoff
 from stepwell.chain import Chain, reserve
-from stepwell.errors import NotPlanned, StepwellError, TierError, TierFull
+from stepwell.errors import CheckpointGone, NotPlanned, StepwellError, TierError, TierFull
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord
@@ -156,9 +156,7 @@ class RunWriter:
         shards = [shard for shard in record.shards if shard.file in files]
         sizes = [(ShardKey(key, shard.file), shard.size) for shard in shards]
         own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(self.owner.job.rank)}")
-        # if an earlier try got as far as the record, its shards are durable, and stay as they are: its manifest may
-        # still be on its way, and a later writer may have taken the attempt for whole
-        whole = await tier.fetch(own) == data
+        whole = await self._is_whole(tier, own, data, [key for key, _ in sizes])
         reserved = [] if whole else await reserve(tier, sizes, resume=True)
         sources = [h.tier for h in held]
         try:
@@ -178,6 +176,18 @@ class RunWriter:
             raise
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
         self._keep(self.steering.on(Committed(attempt.folder, tier.info.name)))
+
+    async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey]) -> bool:
+        """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
+        because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
+        if await tier.fetch(own) != data:
+            return False
+        try:
+            await (await tier.lease(shards)).close()
+        except CheckpointGone:  # a deletion that did not get to its end left the record
+            await tier.drop([own])
+            return False
+        return True
 
     async def _copy_sidecars(self, tier: Tier, sources: Sequence[Tier], attempt: Attempt, record: RankRecord) -> None:
         for file in record.draft.files:
@@ -234,7 +244,8 @@ class RunWriter:
             task.cancel()
         if rest := [*self._saving, *self._background]:
             await asyncio.wait(rest, timeout=patience_s)
-        await self.owner.close()
+        # a tier that hangs does not get the last word; the next writer then finds out by itself
+        await asyncio.wait([asyncio.ensure_future(self.owner.close())], timeout=patience_s)
 
 
 def _may_go_on(error: BaseException) -> bool:

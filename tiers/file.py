@@ -225,6 +225,8 @@ class FileTier(Tier):
     async def _commit(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
         try:
             if await self._calls.call(os.path.lexists, path):
+                # whoever made it may have died, or may hang, before its name was durable
+                await self._calls.call(_folders.sync_folder, os.path.dirname(path))
                 return False
             await self._writers.make_durable(shards, [self.layout.shard(each.shard) for each in shards])
             await self._calls.call(_folders.make_folders, self.layout.root, os.path.dirname(path))

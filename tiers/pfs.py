@@ -8,12 +8,13 @@ deletes that leave room for others. Each is a wrapper or a hook of its own; this
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from stepwell.errors import CheckpointGone, TierError
+from stepwell.errors import CheckpointGone, TierError, TierUnavailable
 from stepwell.tiers import _folders, _leases, _marker, _records
 from stepwell.tiers._medium import CACHE_S, EngineName, Reading
 from stepwell.tiers._paced import Paced
@@ -104,10 +105,9 @@ class MarkedFiles(FileTier):
         path = self.layout.folder(checkpoint)
         self._check_open()
         try:
-            listed = await self._calls.call(_folders.list_folders, os.path.dirname(path), [checkpoint.attempt])
+            return await self._calls.call(_folders.names_in, path)
         except OSError as error:
-            raise self._errors.translate(error, "cannot list a checkpoint", path) from error
-        return [file.found.name for file in listed if file.found.name]
+            raise self._errors.translate(error, "cannot delete", path) from error
 
     # -- the marker ----------------------------------------------------------------------------------
 
@@ -137,21 +137,20 @@ class MarkedFiles(FileTier):
             return ""
 
     async def _remember(self, memory: _marker.Memory) -> None:
-        try:
-            await asyncio.wait_for(self._calls.call(memory.remember, self._tier_id), CACHE_S)
-        except TimeoutError:
-            pass
+        if self._tier_id:  # else the marker is damaged
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._calls.call(memory.remember, self._tier_id), CACHE_S)
 
-    async def _reserve(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
+    async def _take_room(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
         try:
             await self._mark()
         except OSError as error:
             return self._refuse(error, path, size_bytes)
-        return await super()._reserve(shard, path, size_bytes, resume)
+        return await super()._take_room(shard, path, size_bytes, resume)
 
-    async def _commit_locked(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
+    async def _commit(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
         await self._mark_for(path, "cannot commit")
-        return await super()._commit_locked(path, data, shards)
+        return await super()._commit(path, data, shards)
 
     async def _beat(self, path: str, data: bytes) -> None:
         await self._mark_for(path, "cannot write a heartbeat")
@@ -167,5 +166,10 @@ class MarkedFiles(FileTier):
         try:
             return await super()._lease(shards)
         except (CheckpointGone, TierError):
-            await self._check_root()  # nothing is gone that is only not mounted
+            try:
+                await self._check_root()
+            except TierUnavailable:
+                raise  # nothing is gone that is only not mounted
+            except OSError:
+                pass
             raise

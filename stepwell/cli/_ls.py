@@ -65,6 +65,7 @@ def _document(one: Listed) -> dict[str, Any]:
         "checkpoints": [checkpoint_document(checkpoint) for checkpoint in one.checkpoints],
         "unreadable": [{"name": name, "why": why} for name, why in one.unreadable.items()],
         "debris": debris_documents(one.debris),
+        "absent": one.absent,
     }
 
 
@@ -159,6 +160,8 @@ def _print_run(one: RunListing, *, titled: bool) -> None:
         out.print(f"run {clean(one.run)} has no checkpoint")
     else:
         show_table(_checkpoints(one))
+    for tier, why in one.absent.items():
+        out.print(Text(f"tier {tier} does not answer: {clean(why)}", style="red"))
     for name, why in one.unreadable.items():
         out.print(Text(f"{clean(name)}: unreadable, {clean(why)}", style="red"))
     for left in one.debris:

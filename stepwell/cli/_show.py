@@ -64,7 +64,7 @@ def _document(named: Named, inside: Inside, listed: dict[int, list[Tensor]] | No
                 "rank": rank,
                 "parts": record.part_bytes,
                 "shards": {shard.file: shard.size for shard in record.shards},
-                "tensors": sum(counts.values()),
+                "tensor_count": sum(counts.values()),
                 "dtypes": counts,
             }
             for rank, record in inside.ranks.items()
@@ -89,7 +89,7 @@ def _print(inside: Inside, listed: dict[int, list[Tensor]]) -> None:
     rows: list[tuple[str, object]] = [
         ("step", checkpoint.step),
         ("run", f"{checkpoint.run} (id {manifest.run_id})"),
-        ("made", f"{made}, {age(checkpoint.made)} ago"),
+        ("made", f"{made} (age: {age(checkpoint.made)})"),
         ("state", state_of(checkpoint) + (f", without {', '.join(manifest.absent)}" if manifest.absent else "")),
         ("size", format_bytes(checkpoint.size)),
         ("ranks", ranks),
@@ -162,7 +162,7 @@ def _show_plain(named: Named, tensors: bool, json: bool) -> None:
             "files": plain_files(folder, only),
             "shards": sizes,
             "metadata": metadata,
-            "tensors": len(found),
+            "tensor_count": len(found),
             "dtypes": counts,
             "wrong": [f"{file}: {what}" for file, what in wrong],
         }

@@ -29,14 +29,14 @@ def run(refs: list[str], json: bool) -> None:
     good = not failed and not any(report.problems for report in reports)
     if json:
         documents = [_document(report) for report in reports]
-        errors = [{"ref": ref, "error": str(error)} for ref, error in failed.items()]
+        errors = [{"ref": ref, "error": str(why)} for ref, why in failed.items()]
         print_json({"ok": good, "refs": documents, "failed": errors})
     else:
         for report in reports:
             _print(report)
         _print_sum(reports, time.monotonic() - began)
-    for error in failed.values():
-        tell(error)
+    for why in failed.values():
+        tell(why)
     if not good:
         raise typer.Exit(1)
 

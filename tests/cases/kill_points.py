@@ -121,10 +121,10 @@ def check(way: str, folder: Path, acknowledged: set[str]) -> None:
     with opened(way, folder) as store:
         store.restore(state(0))
         store.save(4, state(4)).wait("far")
-        assert store.checkpoints()[-1].step == 4
     with opened(way, folder, mode="r") as store:
         assert store.debris() == [], store.debris()
-        assert len(store.checkpoints()) == 1 or way != "retain"
+        steps = [checkpoint.step for checkpoint in store.checkpoints()]
+        assert steps[-1] == 4 and (steps == [4] or way != "retain"), steps
         for checkpoint in store.checkpoints():
             assert store.restore(state(0), checkpoint.step) is not None
 
@@ -146,6 +146,7 @@ def one(way: str, base: Path, folder: Path, deadly: int) -> tuple[bool, list[str
 
 
 def main(way: str, folder: Path, points_max: int = 1000) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # shared tiers that were seen are remembered there
     base = folder / "base"
     base.mkdir()
     maker = forked(lambda: prepare(way, base))

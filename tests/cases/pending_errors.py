@@ -1,4 +1,4 @@
-"""Cases B15 (errors keep no state) and G1 (the reason is logged)."""
+"""Cases B15 (errors keep no state), C16 (looking while others delete) and G1 (the reason is logged)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stepwell
+from stepwell.tiers.base import RecordKey
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import script
 from tests.cases.test_io import UNDER_SECCOMP
@@ -27,6 +28,24 @@ def test_B15_a_failed_save_keeps_nothing_either(tmp_path: Path) -> None:
     caught.value.__traceback__ = None
     gc.collect()
     assert alive() is None
+
+
+def test_C16_a_checkpoint_that_goes_while_one_looks_is_only_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention of this or another process deletes its manifest between the listing and the reading of it."""
+    with stepwell.open(tiers=[FileTier(tmp_path, name="disk")], run="run") as store:
+        for step in (1, 2, 3):
+            store.save(step, {"w": torch.ones(3)}).wait()
+    fetch = FileTier.fetch
+
+    async def gone(tier: FileTier, key: RecordKey) -> bytes | None:
+        return None if "step-000000001" in key.name and "manifest" in key.name else await fetch(tier, key)
+
+    monkeypatch.setattr(FileTier, "fetch", gone)
+    with stepwell.open(tiers=[FileTier(tmp_path, name="disk")], run="run", mode="r") as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [2, 3]
+    assert stepwell.load(tmp_path / "run@2")["w"].sum() == 3
 
 
 def test_G1_the_reason_is_logged_once(tmp_path: Path) -> None:

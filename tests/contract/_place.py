@@ -33,6 +33,8 @@ class Place(ABC):
 
     #: data are there for a second driver object on the same place
     persistent: ClassVar[bool] = True
+    #: an uncommitted shard is kept for `reserve(resume=True)`
+    resumes: ClassVar[bool] = True
 
     @abstractmethod
     def make(self, *, capacity_bytes: int | None = None) -> Tier:

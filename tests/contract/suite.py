@@ -48,6 +48,7 @@ from tests.contract._place import (
     put,
     save,
 )
+from tests.contract._resume import ResumeContract
 
 __all__ = [
     "CHECKPOINT",
@@ -71,7 +72,7 @@ __all__ = [
 ]
 
 
-class TierContract(BytesContract, CommitContract, BooksContract, EndsContract):
+class TierContract(BytesContract, CommitContract, BooksContract, ResumeContract, EndsContract):
     """Subclass it and give a fixture `place`."""
 
     @pytest.fixture

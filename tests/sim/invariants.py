@@ -99,6 +99,8 @@ class Invariants:
         records = (self._manifest(attempt.folder), RecordKey(self.run, f"{attempt.folder}/{rank_file(0)}"))
         if not all(record in medium.records and medium.records[record].durable for record in records):
             raise Broken(f"{saved} was acknowledged on {tier}, and is not durable there")
+        if attempt.epoch == self.newest_epoch:
+            self._check_newest(attempt)
         if not self.counts(attempt):
             raise Broken(f"{saved} was acknowledged on {tier}, but epoch {self.seen_epoch} has passed it over")
         self.check_saved(saved)
@@ -229,6 +231,14 @@ class Invariants:
 
     def _durable_acks(self, saved: Saved) -> list[Medium]:
         return [medium for medium in self.media if medium.name in saved.acked]
+
+    def _check_newest(self, attempt: Attempt) -> None:
+        """The owner of the run was told that its save is safe: no earlier one may be restored instead of it."""
+        for other in self.newest_first():
+            if other == attempt:
+                return
+            if other < attempt and other.step >= attempt.step:
+                raise Broken(f"{attempt.folder} was acknowledged, but {other.folder} would be restored")
 
     def _check_kept(self, folder: str) -> None:
         saved = self.model.find(folder)

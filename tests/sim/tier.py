@@ -289,14 +289,15 @@ class SimTier(Tier):
                 await stack.enter_async_context(self._locks.hold(shard))
             trouble = await self._begin(record)
             if record in self.medium.records:
-                return False
+                return await self._there_already(record)
             await self._sync(shards)
             self._torn(trouble, record)
             await self._weather.pass_time()
             if not self.medium.publish(record, data, self.node):
-                return False
+                return await self._there_already(record)
             await self._weather.pass_time()
-            if trouble == "lost" and self._rng.random() < 0.5:  # it has its name, but not for sure
+            if trouble == "lost" and self._rng.random() < 0.5:  # it cannot be made durable, so it is taken back
+                self.medium.remove(record, durable=False)
                 self._end(trouble, record)
             self.medium.sync_folder(record)
             self._end(trouble, record)
@@ -304,6 +305,11 @@ class SimTier(Tier):
                 del self._open[each.shard]
                 self._books.commit(each.shard)
             return True
+
+    async def _there_already(self, record: RecordKey) -> bool:
+        await self._weather.pass_time()
+        self.medium.sync_folder(record)
+        return False
 
     async def _sync(self, shards: Sequence[Reservation]) -> None:
         for each in shards:

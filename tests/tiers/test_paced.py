@@ -1,0 +1,174 @@
+"""Dropping a checkpoint without haste: the manifest first, then file by file, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
+from stepwell.tiers.pfs import PfsTier
+from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, put, save
+from tests.tiers.helpers import on, tree
+
+FILES = 5
+
+
+class Gate:
+    """Sleeps until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.naps = 0
+        self.asleep = asyncio.Event()
+        self._go = asyncio.Semaphore(0)
+
+    async def __call__(self, seconds: float) -> None:
+        assert seconds == 0.02
+        self.naps += 1
+        self.asleep.set()
+        await self._go.acquire()
+
+    async def next(self) -> None:
+        """Lets one sleeper go on and waits until somebody sleeps again."""
+        self.asleep.clear()
+        self._go.release()
+        await self.asleep.wait()
+
+    def open(self) -> None:
+        for _ in range(1000):
+            self._go.release()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "pfs").mkdir()
+    return tmp_path / "pfs"
+
+
+def paced(root: Path, sleep: Any) -> PfsTier:
+    return PfsTier(root, reading="direct", delete_pause_s=0.02, sleep=sleep)
+
+
+async def save_many(tier: Tier, checkpoint: CheckpointKey) -> None:
+    shards = [ShardKey(checkpoint, f"{number}.safetensors") for number in range(FILES)]
+    reservations = [await put(tier, shard, data_of(10)) for shard in shards]
+    assert await tier.commit(RecordKey("run", f"{checkpoint.attempt}/rank-00000.json"), b"{}", shards=reservations)
+    assert await tier.commit(RecordKey("run", f"{checkpoint.attempt}/manifest.json"), b"{}")
+
+
+def test_the_manifest_goes_first_and_durably_then_file_by_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    real_unlink, real_fsync = os.unlink, os.fsync
+
+    def unlink(path: str, **options: Any) -> None:
+        steps.append(os.path.basename(path))
+        real_unlink(path, **options)
+
+    def fsync(descriptor: int) -> None:
+        steps.append("fsync")
+        real_fsync(descriptor)
+
+    async def sleep(seconds: float) -> None:
+        steps.append("pause")
+
+    async def scenario(tier: PfsTier) -> None:
+        await save_many(tier, CHECKPOINT)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            patch.setattr(os, "fsync", fsync)
+            await tier.drop([CHECKPOINT])
+        assert steps[:2] == ["manifest.json", "fsync"]
+        assert steps[3::2] == ["pause"] * (FILES + 1)
+        assert set(steps[2::2]) == {f"{number}.safetensors" for number in range(FILES)} | {"rank-00000.json"}
+        assert tier.usage().logical_bytes == 0 and await found(tier) == set()
+
+    on(paced(root, sleep), scenario)
+    assert tree(root) == {"run", ".stepwell-tier.json"}
+
+
+def test_a_drop_that_pauses_delays_nobody_and_holds_no_thread(root: Path) -> None:
+    async def main() -> None:
+        gate = Gate()
+        tier = paced(root, gate)
+        await tier.start()
+        await save_many(tier, CHECKPOINT)
+        await save_many(tier, NEW.checkpoint)
+        first = asyncio.ensure_future(tier.drop([CHECKPOINT]))
+        await gate.asleep.wait()
+        second = asyncio.ensure_future(tier.drop([NEW.checkpoint]))
+        assert await tier.fetch(MANIFEST) is None  # first of all
+        other = ShardKey(CheckpointKey("run", "step-3"), "model.safetensors")
+        await save(tier, other, data_of(5000))
+        assert await get(tier, other, 5000) == data_of(5000)
+        await tier.drop([other])
+        for _ in range(FILES):
+            await gate.next()
+            assert (root / "run" / NEW.checkpoint.attempt / "manifest.json").exists()  # one after the other
+        assert gate.naps == FILES + 1 and not first.done() and not second.done()
+        gate.open()
+        await asyncio.gather(first, second)
+        assert await found(tier) == {("step-3", "manifest.json", 2)}
+        await tier.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_drop_is_no_checkpoint_any_more_and_can_be_dropped_again(root: Path) -> None:
+    async def main() -> None:
+        gate = Gate()
+        tier = paced(root, gate)
+        await tier.start()
+        await save_many(tier, CHECKPOINT)
+        dropping = asyncio.ensure_future(tier.drop([CHECKPOINT]))
+        await gate.asleep.wait()
+        dropping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dropping
+        assert await tier.fetch(MANIFEST) is None and len(await found(tier)) == FILES
+        gate.open()
+        await tier.drop([CHECKPOINT])
+        assert await found(tier) == set()
+        await tier.close()
+
+    asyncio.run(main())
+
+
+def test_a_link_in_place_of_a_checkpoint_is_not_followed(root: Path) -> None:
+    async def sleep(seconds: float) -> None:
+        raise AssertionError("nothing is deleted here")
+
+    async def scenario(tier: PfsTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        (root / "run" / "step-9").symlink_to(CHECKPOINT.attempt)
+        with pytest.raises(OSError):
+            await tier.drop([CheckpointKey("run", "step-9")])
+        assert await get(tier, SHARD, 10) == data_of(10)
+
+    on(paced(root, sleep), scenario)
+
+
+def test_what_the_server_removes_itself_is_left_to_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(seconds: float) -> None:
+        pass
+
+    async def scenario(tier: PfsTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        (root / "run" / CHECKPOINT.attempt / ".nfs0001").write_bytes(b"still open somewhere")
+        (root / "run" / CHECKPOINT.attempt / "theirs").mkdir()
+        names = await tier.files.names_of(CHECKPOINT)
+        assert set(names) == {SHARD.name, "manifest.json"}
+
+    on(paced(root, sleep), scenario)
+
+
+def test_a_pause_is_not_negative(root: Path) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        PfsTier(root, delete_pause_s=-1)
