@@ -14,6 +14,7 @@ from stepwell.errors import (
     FormatError,
     KeyMismatch,
     NoGoodCheckpoint,
+    NotPlanned,
     PickleRefused,
     RunBusy,
     SaveFailed,
@@ -31,8 +32,10 @@ from stepwell.errors import (
 if TYPE_CHECKING:
     from stepwell.loading import load
     from stepwell.opening import open
+    from stepwell.prefetching import Prefetch
     from stepwell.saving import Save, SaveReport
     from stepwell.state import RNG, PerRank, Replicated, register_provider
+    from stepwell.status import StoreStatus
     from stepwell.store import CheckpointStore
 
 __version__ = "0.1.0"
@@ -41,10 +44,12 @@ __version__ = "0.1.0"
 _LATER = {
     "CheckpointStore": "stepwell.store",
     "PerRank": "stepwell.state",
+    "Prefetch": "stepwell.prefetching",
     "RNG": "stepwell.state",
     "Replicated": "stepwell.state",
     "Save": "stepwell.saving",
     "SaveReport": "stepwell.saving",
+    "StoreStatus": "stepwell.status",
     "load": "stepwell.loading",
     "open": "stepwell.opening",
     "register_provider": "stepwell.state",
@@ -61,8 +66,10 @@ __all__ = [
     "FormatError",
     "KeyMismatch",
     "NoGoodCheckpoint",
+    "NotPlanned",
     "PerRank",
     "PickleRefused",
+    "Prefetch",
     "Replicated",
     "RunBusy",
     "Save",
@@ -72,6 +79,7 @@ __all__ = [
     "StepExists",
     "StepwellError",
     "StoreClosed",
+    "StoreStatus",
     "TierError",
     "TierFull",
     "TierUnavailable",

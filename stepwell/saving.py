@@ -6,16 +6,17 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-import time
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepwell.clock import Clock
-from stepwell.errors import ConfigError, NotPlanned, SaveFailed, WaitTimeout
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StepwellError, WaitTimeout
 from stepwell.jobs import Job
 from stepwell.state import Snapshot
 from stepwell.tiers.base import Tier, TierInfo
+from stepwell.units import format_duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,17 @@ class Save:
         self._bytes = order.snapshot.nbytes
         self._began = order.began
         self._infos: dict[str, TierInfo] = {tier.info.name: tier.info for tier in tiers}
-        self._futures: dict[str, concurrent.futures.Future[None]] = {
+        #: of each tier: None once it is committed there, or why it is not
+        self._futures: dict[str, concurrent.futures.Future[StepwellError | None]] = {
             name: concurrent.futures.Future() for name in self._infos
         }
         self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.blocked_seconds = 0.0
         self.checkpoint: str | None = None
+        self.skipped: StepwellError | None = None  # why, if it was given up because it blocked too long
         self._seconds: dict[str, float] = {}
-        self._error: BaseException | None = None
+        self._failure: BaseException | None = None
+        self._troubles: dict[str, BaseException] = {}  # tier -> what keeps it from getting there so far
         self.on_end: Callable[[int, BaseException | None], None] = lambda step, error: None
 
     # -- for the caller ------------------------------------------------------------------
@@ -74,11 +78,11 @@ class Save:
         Without `tier`: on the nearest tier that survives at least `survives` ("process", "reboot" or
         "node-loss"; default "reboot", or the safest there is). Raises SaveFailed, with the cause chained,
         if this save failed; NotPlanned if it will not get there; WaitTimeout after `timeout` seconds, while the
-        save goes on.
+        save goes on. A tier that fails is tried again: a later wait may succeed.
         """
         name = self._choose(tier, survives)
         try:
-            self._futures[name].result(timeout)
+            why_not = self._futures[name].result(timeout)
         except concurrent.futures.TimeoutError:
             raise WaitTimeout(
                 f"the save was not on this tier within {timeout} s",
@@ -86,34 +90,52 @@ class Save:
                 step=self.step,
                 tier=name,
             ) from None
+        if why_not is not None:
+            raise _again(why_not)
         return self
-
-    def wait_all(self, timeout: float) -> None:
-        """Blocks until the save is on every tier that it goes to. Raises what `wait` raises, but no NotPlanned."""
-        deadline = time.monotonic() + timeout
-        for name in self._infos:
-            with contextlib.suppress(NotPlanned):
-                self.wait(name, timeout=max(0.0, deadline - time.monotonic()))
 
     def done(self, tier: str | None = None) -> bool:
         """Whether the checkpoint is committed on `tier` (default as in `wait`). Raises nothing but
         ConfigError for an unknown tier; a failed save is not done."""
-        future = self._futures[self._choose(tier, None)]
-        return future.done() and future.exception() is None
+        return self._is_on(self._choose(tier, None))
 
     def __await__(self) -> Generator[Any, None, Save]:
-        yield from asyncio.wrap_future(self._futures[self._choose(None, None)]).__await__()
+        yield from self._arrives(self._choose(None, None)).__await__()
         return self
+
+    async def wait_everywhere(self) -> None:
+        """Returns once the save is on every tier that it goes to. Raises what `wait` raises, but no NotPlanned."""
+        for name in self._infos:
+            with contextlib.suppress(NotPlanned):
+                await self._arrives(name)
 
     def report(self) -> SaveReport:
         """Bytes and times so far."""
-        error = None if self._error is None else str(self._error)
+        error = None if self.error is None else str(self.error)
         return SaveReport(self.step, self.checkpoint, self._bytes, self.blocked_seconds, dict(self._seconds), error)
 
     def __repr__(self) -> str:
-        where = [name for name, future in self._futures.items() if future.done() and not future.exception()]
-        state = f"failed: {self._error}" if self._error else f"on {', '.join(where) or 'no tier yet'}"
+        where = [name for name in self._infos if self._is_on(name)]
+        state = f"failed: {self._failure}" if self._failure else f"on {', '.join(where) or 'no tier yet'}"
         return f"<Save of step {self.step}, {self._bytes} bytes, {state}>"
+
+    def _is_on(self, tier: str) -> bool:
+        future = self._futures[tier]
+        return future.done() and future.result() is None
+
+    async def _arrives(self, tier: str) -> None:
+        """As `wait`, on an event loop. Cancelling it leaves all other waits alone, and the loop may end before."""
+        loop = asyncio.get_running_loop()
+        future, ended = self._futures[tier], asyncio.Event()
+
+        def wake(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(ended.set)
+
+        future.add_done_callback(wake)
+        await ended.wait()
+        if (why_not := future.result()) is not None:
+            raise _again(why_not)
 
     def _choose(self, tier: str | None, survives: str | None) -> str:
         if tier is not None:
@@ -135,6 +157,10 @@ class Save:
         """Whether nothing is left to wait for."""
         return all(future.done() for future in self._futures.values())
 
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
     # -- for the writer ------------------------------------------------------------------
 
     def take_order(self) -> Order:
@@ -150,7 +176,8 @@ class Save:
     def mark_committed(self, tier: str, now: float) -> None:
         """Ends the waits on `tier`, also those that have been told of a failure: it was tried again."""
         self._seconds[tier] = now - self._began
-        self._pending(tier).set_result(None)
+        self._troubles.pop(tier, None)
+        self._settle(tier, None)
 
     def mark_durable(self) -> None:
         """The first storage tier has it."""
@@ -158,36 +185,60 @@ class Save:
 
     def not_planned(self, tier: str, why: NotPlanned) -> None:
         """Ends the waits on a tier that the checkpoint will not get to."""
-        self._pending(tier).set_exception(why)
+        self._settle(tier, why)
 
-    def _pending(self, tier: str) -> concurrent.futures.Future[None]:
+    def _settle(self, tier: str, why_not: StepwellError | None) -> None:
+        if self._is_on(tier):
+            return
         if self._futures[tier].done():
             self._futures[tier] = concurrent.futures.Future()
-        return self._futures[tier]
+        self._futures[tier].set_result(why_not)
 
     def fail(self, error: BaseException, tiers: Sequence[str] | None = None) -> None:
         """Ends the waits on `tiers` with SaveFailed from `error`; without `tiers` the save itself has failed."""
-        self._error = error
+        _forget_frames(error)
         if tiers is None:
+            self._failure = error
             self.on_end(self.step, error)
         self.mark_copied()
-        for name, future in self._futures.items():
-            if not future.done() and (tiers is None or name in tiers):
+        for name in self._infos if tiers is None else tiers:
+            if not self._futures[name].done() or (tiers is not None and not self._is_on(name)):
                 failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name)
-                failed.__cause__ = error
-                future.set_exception(failed)
+                failed.__cause__ = self._troubles[name] = error
+                self._settle(name, failed)
 
     @property
     def error(self) -> BaseException | None:
-        return self._error
+        """Why the save failed, or does not get on to one of its tiers so far."""
+        return self._failure or next(iter(self._troubles.values()), None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed as a whole: there is no such checkpoint."""
+        return self._failure is not None
+
+
+def _again(error: StepwellError) -> StepwellError:
+    """A new one for each who waits: one that is raised twice collects the frames, and so the tensors, of both."""
+    fresh = type(error)(error.what, todo=error.todo, **error.where)
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Errors are kept; the state's tensors, which their frames refer to, must not be."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class SaveRecord:
-    """How the saves of one store have gone: whether the next one may be tried at all. Any thread."""
+    """How the saves of one store have gone, and what the next calls must be told of it. Any thread."""
 
     def __init__(self, clock: Clock, max_unsaved_s: float) -> None:
         self._clock, self._max_unsaved_s = clock, max_unsaved_s
         self._lock = threading.Lock()
+        self._under_way: list[float] = []  # when each save began that has not ended, in that order
         self._unsaved_since: float | None = None  # when the oldest save began after the last durable one
         self._durable = 0
         self._untold: tuple[int, BaseException] | None = None  # the first save's failure: the next call raises it
@@ -195,16 +246,19 @@ class SaveRecord:
         self.last_error: BaseException | None = None
 
     def began(self, save: Save) -> None:
+        now = self._clock.monotonic()
         with self._lock:
+            self._under_way.append(now)
             if self._unsaved_since is None:
-                self._unsaved_since = self._clock.monotonic()
-        save.on_end = self._ended
+                self._unsaved_since = now
+        save.on_end = lambda step, error: self._ended(now, step, error)
 
-    def _ended(self, step: int, error: BaseException | None) -> None:
+    def _ended(self, began: float, step: int, error: BaseException | None) -> None:
         with self._lock:
+            self._under_way.remove(began)
             if error is None:
                 self._durable += 1
-                self._unsaved_since = None
+                self._unsaved_since = next(iter(self._under_way), None)
                 return
             self.failed += 1
             self.last_error = error
@@ -217,22 +271,29 @@ class SaveRecord:
         with self._lock:
             return 0.0 if self._unsaved_since is None else self._clock.monotonic() - self._unsaved_since
 
-    def check(self) -> None:
-        """Raises SaveFailed, once, if no save has succeeded yet and one failed; and whenever nothing has become
-        durable for too long."""
-        untold, self._untold = self._untold, None
+    def check_first(self) -> None:
+        """Raises SaveFailed, once, if a save failed before any has succeeded."""
+        with self._lock:
+            untold, self._untold = self._untold, None
         if untold is not None:
             raise SaveFailed(
                 f"the first save of this process failed: {untold[1]}",
                 todo="Mend the cause; the next save is tried again",
                 step=untold[0],
             ) from untold[1]
-        if self.failed and self.unsaved_seconds > self._max_unsaved_s:
-            raise SaveFailed(
-                f"nothing has become durable for {self.unsaved_seconds:.0f} s; {self.failed} saves failed, "
-                f"the last with: {self.last_error}",
-                todo="Mend the cause, or raise max_unsaved",
-            ) from self.last_error
+
+    def check_unsaved(self) -> None:
+        """Raises SaveFailed as long as nothing has become durable for too long."""
+        unsaved_s = self.unsaved_seconds
+        if unsaved_s <= self._max_unsaved_s:
+            return
+        why = "none of them has ended" if self.last_error is None else f"the last error: {self.last_error}"
+        raise SaveFailed(
+            f"nothing has become durable for {format_duration(unsaved_s)} (max_unsaved is "
+            f"{format_duration(self._max_unsaved_s)}); {self.failed} saves failed, {len(self._under_way)} are under "
+            f"way; {why}",
+            todo="This save goes on all the same; mend the cause, or raise max_unsaved",
+        ) from self.last_error
 
 
 @dataclass(slots=True)

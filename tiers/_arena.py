@@ -16,22 +16,17 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
 
-from stepwell.errors import TierFull
+from stepwell.errors import StepwellError, TierFull, TierUnavailable
 from stepwell.native import Region
 from stepwell.tiers._index import Index
-from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy
+from stepwell.tiers._slices import READY_SLOTS, Memory, Slices
+from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy, not_open
 
-#: slots made ready together: small enough that the first are there soon, large enough to be few calls
-_READY_SLOTS = 4
-#: a slice of memory that is mapped (and later registered) as one; an iovec registered with io_uring ends there
-SLICE_BYTES = 1 << 30
 #: the part of an arena that kept chunks leave free, at least two slots and at most this many bytes
 STAGING_SHARE, STAGING_BYTES_MAX = 8, 256 << 20
 SLOTS_MIN = 4
@@ -44,18 +39,6 @@ class Priority(IntEnum):
     SNAPSHOT = 1
     FLUSH = 2
     PREFETCH = 3
-
-
-class Memory(Protocol):
-    """What a slice is made of; `Region` outside of simulation."""
-
-    address: int
-
-    def populate(self, offset: int, length: int) -> None: ...
-
-    def view(self, offset: int = 0, length: int | None = None) -> memoryview: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -102,21 +85,19 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.count = max(SLOTS_MIN, capacity_bytes // slot_bytes)
         self.evicted_bytes = 0
-        self._eviction, self._memory, self._background = eviction, memory, background
+        self._eviction = eviction
         self.on_evicted = on_evicted
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._index = Index(self.count)
-        self._slices: list[Memory] = []
+        self._memory = Slices(slot_bytes, memory, background, self._made_ready, self._short)
         self._slots: list[Slot] = []  # those that are ready
         self._free: deque[Slot] = deque()
         self._cached: dict[Hashable, dict[int, Slot]] = {}  # shard -> number of chunk -> slot
         self._by_key: dict[Hashable, Slot] = {}
         self._kept = 0
+        self._clean = 0  # slots whose chunk is whole and clean: without one, no victim is looked for
         self._waiting: list[_Waiter] = []
         self._numbers = itertools.count()
-        self._made, self._wanted = 0, 0  # slots made ready, which the loop may not know of yet; slots to make ready
-        self._preparing = False
-        self._lock = threading.Lock()
+        self._is_short = False  # the system had less memory than the capacity
         self._closed = False
 
     # -- size ----------------------------------------------------------------------------
@@ -147,101 +128,69 @@ class Arena:
 
     def grow(self, capacity_bytes: int) -> None:
         """Raises the capacity; memory is made ready when it is needed. Never shrinks."""
-        count = max(self.count, capacity_bytes // self.slot_bytes)
+        count = capacity_bytes // self.slot_bytes
         if count > self.count:
-            self.count = count
+            self.count, self._is_short = count, False
             self._index.grow(count)
             self._serve()
+            self._prepare_for_waiting()
 
     def expect(self, size_bytes: int) -> None:
         """Makes memory ready for this many bytes more than are in use, in the background."""
-        self._loop = asyncio.get_running_loop()
         busy = len(self._slots) - len(self._free)
         self._prepare_up_to(busy + -(-size_bytes // self.slot_bytes))
 
     def _prepare_up_to(self, count: int) -> None:
-        with self._lock:
-            self._wanted = max(self._wanted, min(count, self.count))
-            if self._preparing or self._closed or self._wanted <= self._made:
-                return
-            self._preparing = True
-        if self._background:
-            threading.Thread(target=self._prepare, name="stepwell-arena", daemon=True).start()
-        else:
-            self._prepare()
+        if not self._closed:
+            self._memory.prepare_up_to(min(count, self.count))
 
-    def _prepare(self) -> None:
-        """Makes slots ready until as many are as are wanted. A thread of its own."""
-        while True:
-            with self._lock:
-                first = self._made
-                last = min(first + _READY_SLOTS, self._wanted)
-                if first >= last or self._closed:
-                    self._preparing = False
-                    return
-            try:
-                ready = [self._make(number) for number in range(first, last)]
-            except OSError as error:
-                with self._lock:
-                    self._preparing, self._wanted = False, first
-                self._tell(self._short, first, error)
-                return
-            self._made = last
-            self._tell(self._made_ready, ready)
+    def _prepare_for_waiting(self) -> None:
+        if self._waiting:
+            self._prepare_up_to(len(self._slots) + len(self._waiting) - len(self._free))
 
-    def _make(self, number: int) -> Slot:
-        per_slice = SLICE_BYTES // self.slot_bytes
-        within = number % per_slice
-        if number // per_slice == len(self._slices):
-            slots = min(per_slice, self.count - number) if number // per_slice else min(per_slice, self.count)
-            # mapped for a whole slice even if the arena is smaller now: it may grow, and costs nothing untouched
-            self._slices.append(self._memory(max(slots, per_slice) * self.slot_bytes))
-        part = self._slices[number // per_slice]
-        part.populate(within * self.slot_bytes, self.slot_bytes)
-        return Slot(number, part.address + within * self.slot_bytes)
-
-    def _tell(self, call: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
-        if not self._background:
-            call(*args)
-            return
-        try:
-            self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
-            pass
-
-    def _made_ready(self, slots: list[Slot]) -> None:
+    def _made_ready(self, first: int, addresses: list[int]) -> None:
         if self._closed:
             return
+        slots = [Slot(first + i, address) for i, address in enumerate(addresses)]
         self._slots += slots
+        self.count = max(self.count, len(self._slots))  # they were wanted before the system ran short
         self._free.extend(slots)
         self._serve()
         if self._waiting:
-            self._prepare_up_to(len(self._slots) + _READY_SLOTS)
+            self._prepare_up_to(len(self._slots) + READY_SLOTS)
 
-    def _short(self, count: int, error: OSError) -> None:
-        """The system has no more memory: the arena stays as large as it is."""
-        self.count = max(count, 1)
-        if count == 0:
-            for waiter in self._waiting:
-                if not waiter.future.done():
-                    waiter.future.set_exception(
-                        TierFull(f"the host arena got no memory: {error}", todo="Free memory or give it less")
-                    )
-            self._waiting.clear()
+    def _short(self, error: OSError) -> None:
+        """The system has no more memory: the arena stays as large as it is, and promises nothing more."""
+        self.count, self._is_short = max(len(self._slots), 1), True
+        for waiter in list(self._waiting):
+            if waiter.kept or not self._slots:
+                self._refuse(waiter, _no_memory(str(error)))
         self._serve()
+
+    def _refuse(self, waiter: _Waiter, error: StepwellError) -> None:
+        self._waiting.remove(waiter)
+        if not waiter.future.done():
+            waiter.future.set_exception(error)
 
     # -- slots ---------------------------------------------------------------------------
 
     async def acquire(self, priority: Priority, *, kept: bool = False) -> Slot:
-        """A free slot, held once for the caller, as soon as there is one. kept: for a chunk that stays."""
-        self._loop = asyncio.get_running_loop()
+        """A free slot, held once for the caller, as soon as there is one. kept: for a chunk that stays.
+
+        Raises TierFull if the system gives no memory at all, or, for a kept one, less than the capacity: then
+        there may never be one, because those who wait for it keep the others. TierUnavailable once closed.
+        """
+        if self._closed:
+            raise _closed()
         if not self._waiting and (slot := self._take(kept)) is not None:
             return slot
-        waiter = _Waiter(priority, next(self._numbers), kept, self._loop.create_future())
+        waiter = _Waiter(priority, next(self._numbers), kept, asyncio.get_running_loop().create_future())
         bisect.insort(self._waiting, waiter)
         self._serve()
-        self._prepare_up_to(len(self._slots) + len(self._waiting) - len(self._free))
+        if kept and self._is_short and not waiter.future.done():
+            self._waiting.remove(waiter)
+            raise _no_memory("it has less than was asked for")
+        self._prepare_for_waiting()
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -311,6 +260,7 @@ class Arena:
         """Its bytes are there, and good."""
         if slot.chunk is not None:
             slot.filled = True
+            self._clean += not slot.dirty
             self._index.filled(slot.index)
             self._eviction.entered(slot.chunk)
 
@@ -324,6 +274,11 @@ class Arena:
         slot.users += 1
         return slot
 
+    def has(self, shard: Hashable, number: int) -> bool:
+        """Whether this chunk is here whole."""
+        slot = self._cached.get(shard, {}).get(number)
+        return slot is not None and slot.filled
+
     def chunks(self, shard: Hashable) -> set[int]:
         """The numbers of the shard's chunks that are here whole."""
         return {number for number, slot in self._cached.get(shard, {}).items() if slot.filled}
@@ -334,6 +289,7 @@ class Arena:
     def clean(self, shard: Hashable) -> None:
         """Another tier has committed the shard: its chunks may be evicted."""
         for slot in self._cached.get(shard, {}).values():
+            self._clean += slot.filled and slot.dirty
             slot.dirty = False
         self._serve()
 
@@ -352,6 +308,7 @@ class Arena:
         if not held:
             del self._cached[chunk.shard]
         if slot.filled:
+            self._clean -= not slot.dirty
             self._eviction.left(chunk)
         self._index.free(slot.index)
         if slot.users == 0:
@@ -359,6 +316,8 @@ class Arena:
 
     def _evict(self) -> bool:
         """Frees one slot of a clean chunk; False if there is none."""
+        if not self._clean:
+            return False
         for chunk in self._victims(self.slot_bytes):
             self.forget(self._by_key[chunk.key])
             self.evicted_bytes += self.slot_bytes
@@ -377,23 +336,28 @@ class Arena:
 
     def view(self, slot: Slot, length: int) -> memoryview:
         """The first `length` bytes of a slot."""
-        per_slice = SLICE_BYTES // self.slot_bytes
-        return self._slices[slot.index // per_slice].view(slot.index % per_slice * self.slot_bytes, length)
+        return self._memory.view(slot.index, length)
 
     def close(self) -> bool:
-        """Gives the memory back; False, and nothing is freed, while slots are in use. Idempotent."""
-        with self._lock:
-            self._closed = True
-            if self._preparing:
-                return False
-        if self.in_use:
+        """Gives the memory back; False, and nothing is freed, while slots are in use. Who waits for one gets
+        TierUnavailable. Idempotent."""
+        self._closed = True
+        for waiter in list(self._waiting):
+            self._refuse(waiter, _closed())
+        if not self._memory.stop() or self.in_use:
             return False
-        for part in self._slices:
-            part.close()
-        self._slices.clear()
+        self._memory.close()
         self._slots.clear()
         self._free.clear()
         return True
 
     def __repr__(self) -> str:
         return f"<Arena of {self.count} slots of {self.slot_bytes} bytes: {self._kept} kept, {self.in_use} in use>"
+
+
+def _no_memory(why: str) -> TierFull:
+    return TierFull(f"the host arena got no memory: {why}", todo="Free memory or give it less")
+
+
+def _closed() -> TierUnavailable:
+    return not_open("host", "closed")

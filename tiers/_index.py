@@ -45,6 +45,9 @@ class Index:
         self._pid = os.getpid()
 
     def grow(self, count: int) -> None:
+        """Rows for `count` slots; never fewer than there are."""
+        if count <= len(self.rows):
+            return
         rows = np.zeros(count, ROW)
         rows[: len(self.rows)] = self.rows
         self.rows = rows

@@ -38,7 +38,7 @@ def rm(refs: list[str], json: bool, *, dry_run: bool, force: bool, yes: bool) ->
     if dry_run or not plan:
         _tell(plan, json, dry_run=dry_run)
         return
-    if not yes and sys.stdin.isatty():
+    if not yes and on_terminal():
         size = format_bytes(sum(doomed.size_bytes for doomed in plan))
         for doomed in plan:
             typer.echo(clean(doomed.path), err=True)
@@ -47,6 +47,11 @@ def rm(refs: list[str], json: bool, *, dry_run: bool, force: bool, yes: bool) ->
     gone: list[Doomed] = []
     delete(refs, force=force, on_deleted=gone.append)
     _tell(gone, json, dry_run=False)
+
+
+def on_terminal() -> bool:
+    """Whether there is somebody who can be asked."""
+    return sys.stdin.isatty()
 
 
 def _tell(plan: Sequence[Doomed], json: bool, *, dry_run: bool) -> None:

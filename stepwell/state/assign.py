@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stepwell.errors import KeyMismatch, StateError
+from stepwell.errors import ConfigError, KeyMismatch, StateError
 from stepwell.format.collecting import paused
 from stepwell.state.decode import Decoder, decode_key
 from stepwell.state.match import Finisher, Matcher
@@ -33,7 +33,7 @@ def assign(
 ) -> Placement:
     """Matches a saved state with a live one. The parts of `state` are restored, others of the checkpoint ignored.
 
-    strict: for all parts, or part -> bool (default True). keys: dotted names (fnmatch) that are restored.
+    strict: for all parts, or part -> bool (default True; ConfigError for a part that is not there). keys: dotted names (fnmatch) that are restored.
     Raises KeyMismatch, with every difference, before anything is changed; without `strict` the differences are
     in the placement, and it raises only where nothing at all matches.
     """
@@ -58,7 +58,13 @@ def _assign(
     placement = Placement([])
     refused: list[tuple[Report, str]] = []
     todo: list[tuple[Any, Finisher]] = []
-    for part, (key, target) in zip(part_names(state), state.items(), strict=True):
+    parts = part_names(state)
+    if not isinstance(strict, bool) and (unknown := set(strict).difference(parts)):
+        raise ConfigError(
+            f"strict names parts that the state does not have: {', '.join(map(repr, unknown))}",
+            todo=f"It has {', '.join(parts)}",
+        )
+    for part, (key, target) in zip(parts, state.items(), strict=True):
         strictly = strict if isinstance(strict, bool) else strict.get(part, True)
         if key not in saved:
             placement.missing.append(part)

@@ -114,6 +114,32 @@ def test_G6_ctrl_c_gets_out_of_a_wait_at_once_and_leaves_no_half_commit(tmp_path
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 3]
 
 
+INTERRUPTED_RESTORE = """
+import asyncio, os, signal, sys, threading, time, torch, stepwell
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.wrap import Throttled
+tier = Throttled(FileTier(sys.argv[1], name="disk"), 8e6, time.monotonic, asyncio.sleep)
+target = {"w": torch.zeros(10_000_000)}
+sent = []
+with stepwell.open(tiers=[tier], run="run", mode="r") as store:
+    threading.Timer(0.3, lambda: (sent.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))).start()
+    try:
+        store.restore(target)                                         # would take 5 seconds
+    except KeyboardInterrupt:
+        print("out after", time.monotonic() - sent[0])
+with stepwell.open(sys.argv[1] + "/run", mode="r") as store:          # again
+    store.restore(target)
+assert bool((target["w"] == 2).all())
+"""
+
+
+def test_G6_ctrl_c_gets_out_of_a_restore_which_can_be_repeated(tmp_path: Path) -> None:
+    saved(tmp_path / "run", {"w": torch.full((10_000_000,), 2.0)})
+    done = script(INTERRUPTED_RESTORE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.removeprefix("out after ")) < 1
+
+
 def test_G7_completions_out_of_order_reach_the_right_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(7)
     sizes = [rng.choice([1, 100, 5000, 70_000, 1_500_000]) for _ in range(60)]

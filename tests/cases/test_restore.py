@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stepwell
-from stepwell.errors import CorruptData, KeyMismatch, NoGoodCheckpoint, StepwellError
+from stepwell.errors import ConfigError, CorruptData, KeyMismatch, NoGoodCheckpoint, StepwellError
 from stepwell.tiers.base import ChunkIO, Tier
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import only_step, saved, script
@@ -76,6 +76,8 @@ def test_D3_the_choice_is_per_part(tmp_path: Path, lenient: str) -> None:
         assert_same(target, live())
         target[other] = {key: torch.zeros_like(tensor) for key, tensor in SAVED[other].items()}
         found = store.restore(target, strict={lenient: False})
+        with pytest.raises(ConfigError, match="modle"):
+            store.restore(target, strict={"modle": False})
     assert found is not None and found.missing == (f"{lenient}.new",)
     assert target[other]["old"].all()
 

@@ -133,6 +133,36 @@ def test_C16_slow_deletes_delay_no_save(tmp_path: Path, monkeypatch: pytest.Monk
     assert steps_of(tmp_path / "near") == [5]
 
 
+def test_C18_a_copy_in_host_memory_of_what_was_replaced_on_the_shared_tier_is_not_used(tmp_path: Path) -> None:
+    save_all(config(tmp_path), [1, 2])
+    with stepwell.open(config(tmp_path), run="run", mode="r") as reader:
+        reader.prefetch([2]).wait()
+        target = state(0)
+        found = reader.restore(target)
+        assert found is not None and list(found.sources) == ["host"] and bool((target["model"]["w"] == 2).all())
+        with stepwell.open(tmp_path / "far" / "run") as store:  # a job on another node
+            store.rewind(1)
+            store.save(2, state(2.5)).wait()
+        found = reader.restore(target)
+        assert found is not None and list(found.sources) == ["far"] and bool((target["model"]["w"] == 2.5).all())
+        assert stepwell.load(tmp_path / "far" / "run@2")["model"]["w"][0] == 2.5
+
+
+def test_C15_prefetching_and_restoring_write_nothing_beside_the_data(tmp_path: Path) -> None:
+    save_all(config(tmp_path), [1, 2])
+    before = modified(tmp_path)
+    with stepwell.open(config(tmp_path), run="run", mode="r") as store:
+        store.prefetch([1, 2]).wait()
+        assert store.restore(state(0)) is not None
+    stepwell.load(tmp_path / "far" / "run@1")
+    assert modified(tmp_path) == before
+
+
+def modified(folder: Path) -> dict[Path, int]:
+    """When each file and folder of the tiers was last changed."""
+    return {path: path.stat().st_mtime_ns for root in ("near", "far") for path in (folder / root).rglob("*")}
+
+
 def test_A1_a_view_takes_a_few_bytes_of_the_host_tier_too(tmp_path: Path) -> None:
     big = torch.empty(25_000_000)
     with stepwell.open(config(tmp_path), run="run") as store:

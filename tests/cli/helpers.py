@@ -28,7 +28,6 @@ class Answer:
 Cli = Callable[..., Answer]
 
 
-
 def state(value: int) -> dict[str, Any]:
     return {
         "model": {"a.weight": torch.full((900_000,), float(value)), "b": torch.arange(5, dtype=torch.int64)},

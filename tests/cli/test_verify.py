@@ -103,7 +103,10 @@ def test_plain_files_are_checked_for_structure_only(cli: Cli, plain: Path) -> No
     os.truncate(plain / "model-1.safetensors", 200)
     (plain / "model-2.safetensors").rename(plain / "elsewhere")
     answer = cli("verify", plain, "--json")
-    assert answer.code == 1 and [file for file, *_ in problems(answer)] == ["model-2.safetensors", "model-1.safetensors"]
+    assert answer.code == 1 and [file for file, *_ in problems(answer)] == [
+        "model-2.safetensors",
+        "model-1.safetensors",
+    ]
     assert cli("verify", plain / "model-1.safetensors").code == 1
 
 

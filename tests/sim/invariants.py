@@ -99,6 +99,8 @@ class Invariants:
         records = (self._manifest(attempt.folder), RecordKey(self.run, f"{attempt.folder}/{rank_file(0)}"))
         if not all(record in medium.records and medium.records[record].durable for record in records):
             raise Broken(f"{saved} was acknowledged on {tier}, and is not durable there")
+        if any(not garbled for _, _, garbled in self._bad_blocks(saved, [medium])):
+            raise Broken(f"{saved} was acknowledged on {tier}, and is not whole there")
         if attempt.epoch == self.newest_epoch:
             self._check_newest(attempt)
         if not self.counts(attempt):
@@ -176,15 +178,15 @@ class Invariants:
         names = (self._manifest(folder), RecordKey(self.run, f"{folder}/{rank_file(0)}"))
         return all(name in medium.records and not medium.records[name].flipped for name in names)
 
-    def _bad_blocks(self, saved: Saved, media: Sequence[Medium]) -> Iterator[tuple[str, int]]:
-        """(file, block) of all that no copy has right."""
+    def _bad_blocks(self, saved: Saved, media: Sequence[Medium]) -> Iterator[tuple[str, int, bool]]:
+        """(file, block, whether it was garbled) of all that no copy has right."""
         folder = saved.handle.checkpoint
         assert folder is not None
         for name, tokens in saved.tokens.items():
             files = [medium.files.get(ShardKey(self._key(folder), name)) for medium in media]
             for block, token in enumerate(tokens):
                 if not any(file is not None and file.blocks.get(block) == token for file in files):
-                    yield name, block
+                    yield name, block, any(file is not None and block in file.flipped for file in files)
 
     # -- the checks ----------------------------------------------------------------------------------
 
@@ -254,9 +256,8 @@ class Invariants:
         there = self.committed().get(attempt, [])
         if not there:
             raise Broken(f"{saved} was acknowledged on {sorted(saved.acked)}, and is committed nowhere")
-        for name, block in self._bad_blocks(saved, there):
-            files = [medium.files.get(ShardKey(self._key(attempt.folder), name)) for medium in there]
-            if not any(file is not None and block in file.flipped for file in files):
+        for name, block, garbled in self._bad_blocks(saved, there):
+            if not garbled:
                 raise Broken(f"{saved} was acknowledged on {sorted(saved.acked)}, block {block} of {name} is lost")
 
     def _has_enough(self, medium: Medium, attempt: Attempt) -> bool:

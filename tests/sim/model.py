@@ -95,6 +95,8 @@ class Saved:
     told: set[str] = field(default_factory=set)  # tiers where it was said to be
     acked: set[str] = field(default_factory=set)  # those where it must therefore stay
     asked_at: float = 0.0
+    undisturbed: bool = False  # its process had the run and was not held up when it was asked for
+    failed: bool = False
 
     @property
     def attempt(self) -> Attempt | None:

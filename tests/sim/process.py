@@ -98,6 +98,9 @@ class Process:
         self.reads_only = reads_only
         self.saves: list[Saved] = []
         self.ended = False
+        self.ended_at = self.closing_at = float("inf")
+        self.exit_s = 0.0
+        self.paused_at = -1.0
         self.failure: BaseException | None = None
         self._memory = Memory()
         self._sims: list[SimTier] = []
@@ -163,7 +166,7 @@ class Process:
     def kill(self) -> None:
         for sim in self._sims:
             sim.kill()
-        self.ended = True
+        self.ended, self.ended_at = True, min(self.ended_at, self.loop.time())
         self.loop.kill()
 
     def run(self, work: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
@@ -175,7 +178,7 @@ class Process:
             except StepwellError as error:
                 self.failure = error
             finally:
-                self.ended = True
+                self.ended, self.ended_at = True, self.loop.time()
 
         with self.loop.running():
             self.loop.create_task(main())
@@ -250,6 +253,7 @@ class Process:
         tokens = {file: list(content.tokens) for file, content in snapshot.contents.items()}
         sizes = {shard.file: shard.size for shard in snapshot.shards}
         saved = Saved(number, step, self.loop.name, tokens, sizes, rewind_to, handle, asked_at=now)
+        saved.undisturbed = self.writer.owner.taken
         self.saves.append(saved)
         self.last_step = step
         return saved, snapshot
@@ -277,6 +281,7 @@ class Process:
 
     async def close(self, exit_s: float) -> None:
         """As the store closes: the newest gets down, but nobody waits for ever."""
+        self.closing_at, self.exit_s = self.loop.time(), exit_s
         try:
             async with asyncio.timeout(exit_s):
                 await self.writer.finish()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Trouble = Literal["", "error", "torn", "lost"]
@@ -34,16 +34,18 @@ class Weather:
     trouble_rate: float = 0.0
     stuck_until: float = 0.0
     slow_until: float = 0.0
-    counts: dict[str, int] = field(default_factory=dict)
+    troubled_at: float = -1.0  # when something last went wrong here, or was stuck or slow
 
     def draw(self) -> Trouble:
         """What becomes of one operation."""
+        now = asyncio.get_running_loop().time()
+        if now < max(self.stuck_until, self.slow_until):
+            self.troubled_at = now
         if self.rng.random() >= self.trouble_rate:
             return ""
+        self.troubled_at = now
         luck = self.rng.random()
-        kind: Trouble = "error" if luck < 0.5 else "torn" if luck < 0.75 else "lost"
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        return kind
+        return "error" if luck < 0.5 else "torn" if luck < 0.75 else "lost"
 
     def number(self) -> int:
         """The errno of an `error` or a `torn` operation."""

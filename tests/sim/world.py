@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 from stepwell import commit, epochs
-from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint
+from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, RunBusy, StepwellError
 from stepwell.format.names import Attempt
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job
@@ -36,6 +36,10 @@ from tests.sim.weather import Weather
 EVENTS_MIN = 1000
 #: virtual seconds that calm weather may need to finish what was begun
 CALM_S = 3000.0
+#: what leaving a process may take, as by default
+EXIT_S = 600.0
+#: what a save may take to a disk without trouble
+SAVE_S = 2.0
 NODES = ("node-a", "node-b")
 CHAINS = (("disk",), ("disk", "pfs"), ("disk", "pfs"), ("host", "disk", "pfs"), ("host", "disk", "pfs"))
 
@@ -138,9 +142,26 @@ class World:
                     saved.told.add(tier)
                     self.note("acknowledged", saved.number, saved.handle.checkpoint, tier)
                     self.invariants.acknowledged(saved, tier)
+                    self._check_speed(process, saved, tier)
+            if saved.handle.error is not None and not saved.failed:
+                saved.failed = True
+                self._check_failure(process, saved.handle.error)
         self.invariants.check()
         if loop.errors:
             raise Broken(f"nobody handled {loop.errors[0]}")
+
+    def _check_failure(self, process: Process, error: BaseException) -> None:
+        others = (other for other in self.processes if other is not process and other.ended_at >= process.started)
+        if isinstance(error, RunBusy) and not any(others):
+            raise Broken(f"{process} is alone, and was told: {error}")
+
+    def _check_speed(self, process: Process, saved: Saved, tier: str) -> None:
+        """Trouble on the tiers below must not hold up a save."""
+        if tier != process.chain.first.info.name or not saved.undisturbed or process.paused_at >= saved.asked_at:
+            return
+        seconds = self.timeline.now - saved.asked_at
+        if self.places[tier][1].troubled_at < process.started and seconds > SAVE_S:
+            raise Broken(f"{saved} took {seconds:.1f} s to {tier}, which had no trouble")
 
     # -- what processes do ---------------------------------------------------------------------------
 
@@ -154,6 +175,8 @@ class World:
                 saved = await self.save(process, step)
                 if rng.random() < 0.3:
                     await process.wait_durable(saved)
+                if rng.random() < 0.1:
+                    await self._flush(process)
                 if rng.random() < 0.15:
                     step = self._rewind(process, step)
                 await asyncio.sleep(rng.choice((0.0, 0.01, 0.5, 20.0)))
@@ -162,7 +185,7 @@ class World:
             if rng.random() < 0.5:
                 await asyncio.sleep(rng.random() * 200)
         finally:
-            await process.close(rng.choice((5.0, 600.0)))
+            await process.close(rng.choice((5.0, EXIT_S)))
 
     async def _go_on(self, process: Process) -> int:
         """Restores; the step to go on from."""
@@ -174,6 +197,19 @@ class World:
             return process.last_step
         self.check_restored(process, restored, known)
         return 0 if restored is None else restored.attempt.step
+
+    async def _flush(self, process: Process) -> None:
+        """Some checkpoint, or a part of one, goes down by hand."""
+        attempts = sorted(process.catalog.holdings)
+        lower = process.chain.storage[1:]
+        if not attempts or not lower:
+            return
+        attempt, tier = process.rng.choice(attempts), process.rng.choice(lower)
+        parts = process.rng.choice((None, ["model"]))
+        self.note("flush", process.pid, attempt.folder, tier.info.name, parts)
+        with contextlib.suppress(StepwellError, TimeoutError):
+            async with asyncio.timeout(100.0):
+                await process.writer.flush(attempt, tier, process.job, parts)
 
     def _rewind(self, process: Process, step: int) -> int:
         steps = sorted({attempt.step for attempt in process.catalog.holdings})
@@ -259,6 +295,7 @@ class World:
         if self.alive:
             process, seconds = self.rng.choice(self.alive), self.rng.choice((1.0, 30.0, 90.0, 200.0))
             self.note("pause", process.pid, seconds)
+            process.paused_at = self.timeline.now + seconds
             process.loop.pause(seconds)
 
     def _weather(self) -> tuple[Medium, Weather]:
@@ -324,6 +361,7 @@ class World:
     def _calm_down(self) -> None:
         """Nothing goes wrong any more; who lives comes to an end."""
         self.note("calm")
+        calm_at = self.timeline.now
         for _, weather in self.places.values():
             weather.clear_up()
         if self.rng.random() < 0.5:
@@ -332,7 +370,20 @@ class World:
         for process in self.alive:
             self._wait_for(process)
             self._check_ended(process)
+            self._check_closed(process, calm_at)
         self.bury()
+
+    def _check_closed(self, process: Process, calm_at: float) -> None:
+        """Whoever closes in calm weather, and waits, leaves its newest checkpoint on the last tier."""
+        owner = process.writer.owner
+        if process.closing_at < calm_at or process.exit_s < EXIT_S or not owner.taken or owner.writership.lost:
+            return
+        newest = self.invariants.newest_first()[:1]
+        mine = {saved.attempt for saved in process.saves}
+        for attempt in newest:
+            last = self.media[-1]
+            if attempt in mine and self.invariants.good(attempt) and last not in self.invariants.committed()[attempt]:
+                raise Broken(f"{process} was closed, and {attempt.folder} is not on {last.name}")
 
     def _wait_for(self, process: Process) -> None:
         until = self.timeline.now + CALM_S

@@ -155,7 +155,7 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(root: Path) -> None:
     on(paced(root, sleep), scenario)
 
 
-def test_what_the_server_removes_itself_is_left_to_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_server_removes_itself_is_left_to_it(root: Path) -> None:
     async def sleep(seconds: float) -> None:
         pass
 

@@ -1,0 +1,286 @@
+"""Calls that are not answered are given up, cleaned up once they are, and never in the way of close or exit."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.errors import TierUnavailable
+from stepwell.tiers import _files, _folders, file
+from stepwell.tiers.base import RecordKey, Reservation, Tier
+from stepwell.tiers.memory import MemoryTier
+from stepwell.tiers.pfs import PfsTier
+from stepwell.tiers.wrap import Fault, Faulty, Timed
+from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, open_files, put, save
+from tests.tiers.helpers import on, started, tree
+
+SHORT_S = 0.02
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "pfs").mkdir()
+    return tmp_path / "pfs"
+
+
+class Hang:
+    """A blocking call that hangs until `release`, and then does what it should."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._gate = threading.Event()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._gate.wait()
+        return self._call(*arguments)
+
+    def release(self) -> None:
+        self._gate.set()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, str], Hang]]:
+    """Makes a function hang; all go on when the test ends."""
+    hanging: list[Hang] = []
+
+    def make(where: Any, name: str) -> Hang:
+        hanging.append(Hang(getattr(where, name)))
+        monkeypatch.setattr(where, name, hanging[-1])
+        return hanging[-1]
+
+    yield make
+    for each in hanging:
+        each.release()
+
+
+def pfs(root: Path, timeout_s: float = SHORT_S) -> PfsTier:
+    return PfsTier(root, reading="direct", engine="threads", delete_pause_s=0, timeout_s=timeout_s)
+
+
+CALLS: dict[str, Callable[[Tier, Reservation], Awaitable[object]]] = {
+    "reserve": lambda tier, reservation: tier.reserve(NEW, 10),
+    "commit": lambda tier, reservation: tier.commit(MANIFEST, b"{}", shards=[reservation]),
+    "fetch": lambda tier, reservation: tier.fetch(MANIFEST),
+    "beat": lambda tier, reservation: tier.beat(RecordKey("run", "epochs/1.beat"), b""),
+    "abort": lambda tier, reservation: tier.abort(reservation),
+    "drop": lambda tier, reservation: tier.drop([CHECKPOINT]),
+    "lease": lambda tier, reservation: tier.lease([SHARD]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_not_answered_is_given_up_by_name(name: Any) -> None:
+    async def scenario(tier: Timed) -> None:
+        reservation = await put(tier, SHARD, data_of(10))
+        with pytest.raises(TierUnavailable, match="did not answer within 0.02 s") as caught:
+            await CALLS[name](tier, reservation)
+        assert caught.value.errno == errno.ETIMEDOUT and caught.value.where["call"] == name
+        assert "run" in str(caught.value.where["key"])
+
+    first = 2 if name == "reserve" else 1
+    on(Timed(Faulty(MemoryTier(), [Fault(name, first, "stall")]), SHORT_S), scenario)
+
+
+def test_chunks_are_not_cut_off() -> None:
+    """Their memory belongs to the tier until it answers."""
+
+    async def scenario(tier: Timed) -> None:
+        faulty = tier.tier
+        assert isinstance(faulty, Faulty)
+        saving = asyncio.ensure_future(put(tier, SHARD, data_of(5000)))
+        _, pending = await asyncio.wait([saving], timeout=3 * SHORT_S)
+        assert pending
+        faulty.release()
+        await saving
+
+    on(Timed(Faulty(MemoryTier(), [Fault("write", 1, "stall")]), SHORT_S), scenario)
+
+
+def test_a_timeout_of_the_tiers_own_stays_its_own() -> None:
+    class Slow(MemoryTier):
+        async def fetch(self, record: RecordKey) -> bytes | None:
+            raise TimeoutError("mine")
+
+    async def scenario(tier: Tier) -> None:
+        with pytest.raises(TimeoutError, match="mine"):
+            await tier.fetch(MANIFEST)
+
+    on(Timed(Slow(), 60), scenario)
+
+
+def test_a_commit_has_time_for_its_bytes() -> None:
+    async def scenario(tier: Timed) -> None:
+        with pytest.raises(TierUnavailable, match="within 10.02 s"):
+            with patched_loop():
+                await tier.commit(MANIFEST, b"{}", shards=[Reservation(SHARD, 1000 << 20)])
+
+    on(Timed(Faulty(MemoryTier(), [Fault("commit", 1, "stall")]), SHORT_S), scenario)
+
+
+class patched_loop:
+    """The loop's clock jumps: what should take seconds takes none."""
+
+    def __enter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._real = self._loop.call_at
+        self._loop.call_at = lambda when, *rest, **more: self._real(self._loop.time(), *rest, **more)  # type: ignore
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_at = self._real  # type: ignore[method-assign]
+
+
+# -- a file system that hangs --------------------------------------------------------------------------
+
+
+def test_a_reservation_that_was_given_up_is_taken_back(root: Path, hang: Callable[[Any, str], Hang]) -> None:
+    before = open_files()
+
+    async def scenario(tier: PfsTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        creating = hang(_files, "create")
+        with pytest.raises(TierUnavailable, match="reserve.*step-000000002"):
+            await tier.reserve(NEW, 5000)
+        assert await get(tier, SHARD, 10) == data_of(10)  # others go on
+        creating.release()
+        while tier.usage().in_flight_bytes:
+            await asyncio.sleep(0)
+        await save(tier, NEW, data_of(20))
+        assert await get(tier, NEW, 20) == data_of(20)
+
+    on(pfs(root), scenario)
+    assert open_files() == before
+
+
+def test_a_commit_that_was_given_up_may_still_succeed(root: Path, hang: Callable[[Any, str], Hang]) -> None:
+    async def scenario(tier: PfsTier) -> None:
+        reservation = await put(tier, SHARD, data_of(5000))
+        finishing = hang(_files, "finish")
+        with pytest.raises(TierUnavailable, match="commit"):
+            await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        finishing.release()
+        while await tier.fetch(MANIFEST) is None:
+            await asyncio.sleep(0)
+        assert not await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        assert await get(tier, SHARD, 5000) == data_of(5000)
+
+    on(pfs(root, 0.2), scenario)
+
+
+def test_a_listing_that_hangs(root: Path, hang: Callable[[Any, str], Hang]) -> None:
+    async def scenario(tier: PfsTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        for name in ("list_run", "list_folders"):
+            listing = hang(_folders, name)
+            with pytest.raises(TierUnavailable, match="scan"):
+                await found(tier)
+            listing.release()
+            assert len(await found(tier)) == 2
+
+    on(pfs(root, 0.1), scenario)
+
+
+def test_a_start_that_hangs_is_given_up_and_found_done_by_the_next(
+    root: Path, hang: Callable[[Any, str], Hang]
+) -> None:
+    async def main() -> None:
+        checking = hang(_folders, "check_root")
+        tier = pfs(root, 0.1)
+        for _ in range(2):
+            with pytest.raises(TierUnavailable, match="start"):
+                await tier.start()
+        checking.release()
+        tier.files._calls  # the same object: nothing was made twice
+        async with started(tier):
+            await save(tier, SHARD, data_of(10))
+            assert len(tier.files._medium._engines) == 2
+
+    before = open_files()
+    asyncio.run(main())
+    assert open_files() == before
+
+
+def test_close_of_a_hung_tier_returns_and_a_start_that_ends_later_opens_nothing(
+    root: Path, hang: Callable[[Any, str], Hang], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "CLOSE_S", 0.05)
+    monkeypatch.setattr(file, "CLOSE_HUNG_S", 0.01)
+
+    async def main() -> None:
+        checking = hang(_folders, "space")  # the last call of a start
+        tier = pfs(root)
+        with pytest.raises(TierUnavailable):
+            await tier.start()
+        begin = time.monotonic()
+        await tier.close()
+        assert time.monotonic() - begin < 2
+        checking.release()
+        while tier.files._calls._tasks:
+            await asyncio.sleep(0)
+        with pytest.raises(TierUnavailable, match="closed"):
+            await tier.fetch(MANIFEST)
+
+    before = open_files()
+    asyncio.run(main())
+    assert open_files() == before
+
+
+def test_close_takes_a_few_seconds_at_most() -> None:
+    assert file.CLOSE_S + 2 * file.CLOSE_HUNG_S <= 6
+
+
+def test_a_process_ends_although_every_call_hangs(root: Path) -> None:
+    script = """
+import asyncio, sys, threading
+from pathlib import Path
+from stepwell.tiers import _files, file
+from stepwell.tiers.base import CheckpointKey, ShardKey
+from stepwell.tiers.pfs import PfsTier
+file.CLOSE_S = file.CLOSE_HUNG_S = 0.05
+
+async def main():
+    tier = PfsTier(sys.argv[1], reading="direct", timeout_s=0.05)
+    await tier.start()
+    _files.create = lambda *arguments: threading.Event().wait()
+    for number in range(6):
+        try:
+            await tier.reserve(ShardKey(CheckpointKey("run", "step-1"), str(number)), 10)
+        except OSError as error:
+            print(type(error).__name__)
+    await tier.close()
+    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["TierUnavailable"] * 6), done.stderr
+
+
+def test_a_hung_cache_folder_delays_a_start_only_a_moment(
+    root: Path, hang: Callable[[Any, str], Hang], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell.tiers import pfs as module
+    from stepwell.tiers._marker import Memory
+
+    monkeypatch.setattr(module, "CACHE_S", 0.01)
+    gate = threading.Event()
+    monkeypatch.setattr(Memory, "recall", lambda memory: str(gate.wait()))
+    monkeypatch.setattr(Memory, "remember", lambda memory, tier_id: gate.wait())
+    try:
+        on(pfs(root, 60), lambda tier: save(tier, SHARD, data_of(10)))
+    finally:
+        gate.set()
+    assert f"run/{CHECKPOINT.attempt}/manifest.json" in tree(root)
