@@ -19,7 +19,7 @@ class Backoff:
 
     def failed(self) -> float:
         """Notes a failure; the pause before the next try, in seconds."""
-        pause = min(LAST_S, FIRST_S * 2.0**self.failures)
+        pause = min(LAST_S, FIRST_S * 2.0 ** min(self.failures, 32))  # a tier may fail for days
         self.failures += 1
         return pause * (1 + JITTER * (2 * self._rng.random() - 1))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stepwell import timeline
@@ -55,17 +56,21 @@ class Catalog:
         self._refreshing = asyncio.Lock()
         self.reading: Counter[Attempt] = Counter()  # checkpoints that are open for reading
         self._recent: list[tuple[Attempt, Tier]] = []  # committed by this process since the last scan began
+        self._gone: set[tuple[Attempt, str]] = set()  # removed since then
+        self._deleting: set[tuple[Attempt, str]] = set()
 
     async def refresh(self) -> None:
         """Scans all tiers at once. What this process commits meanwhile (`add`) is not lost."""
         async with self._refreshing:
-            self._recent = []
+            self._recent, self._gone = [], set(self._deleting)
             scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
             late = await self._late(scans)
             holdings: dict[Attempt, list[Holding]] = {}
             debris: list[Debris] = []
             for tier, found in zip(self.tiers, scans, strict=True):
                 for attempt, holding in found.items():
+                    if (attempt, tier.info.name) in self._gone:
+                        continue  # the scan saw what is there no more, or not for long
                     if holding.committed and attempt not in late:
                         holdings.setdefault(attempt, []).append(holding)
                     elif (attempt, tier) not in self._recent:
@@ -157,6 +162,7 @@ class Catalog:
         held[:] = [h for h in held if h.tier is not tier] + [Holding(tier, {**files, MANIFEST: 0})]
         held.sort(key=lambda h: self.tiers.index(h.tier))
         self._recent.append((attempt, tier))
+        self._gone.discard((attempt, tier.info.name))
         self._manifests[attempt, tier.info.name] = manifest
         if attempt == max(self.holdings):  # an older one, flushed late, knows fewer rewinds
             self.rewinds = manifest.rewinds
@@ -169,7 +175,22 @@ class Catalog:
         else:
             self.holdings.pop(attempt, None)
         self._recent = [(a, t) for a, t in self._recent if (a, t) != (attempt, tier)]
+        self._gone.add((attempt, tier.info.name))
         self._manifests.pop((attempt, tier.info.name), None)
+
+    @contextmanager
+    def deleting(self, attempt: Attempt, tier: Tier) -> Iterator[None]:
+        """Forgets a copy, and no scan finds it again while its files are deleted inside."""
+        self.remove(attempt, tier)
+        self._deleting.add((attempt, tier.info.name))
+        try:
+            yield
+        finally:
+            self._deleting.discard((attempt, tier.info.name))
+
+    def known_manifest(self, attempt: Attempt, tier: Tier) -> Manifest | None:
+        """The manifest of a copy that is there, if it has been read already. No I/O."""
+        return self._manifests.get((attempt, tier.info.name))
 
     def newest_first(self) -> list[Attempt]:
         """The checkpoints of the current timeline, highest step first."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from stepwell.catalog import Catalog
 from stepwell.clock import Clock
-from stepwell.errors import TierFull, TierUnavailable
+from stepwell.errors import StepwellError, TierFull, TierUnavailable
 from stepwell.mover import Mover
 from stepwell.settings import Settings
 from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
@@ -56,14 +58,20 @@ class Chain:
 
 async def reserve(tier: Tier, shards: Sequence[tuple[ShardKey, int]], *, resume: bool = False) -> list[Reservation]:
     """Room for all shards, or none: raises TierFull or TierUnavailable with the numbers."""
-    asked = (tier.reserve(key, size, resume=resume) for key, size in shards)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    asked = [asyncio.ensure_future(tier.reserve(key, size, resume=resume)) for key, size in shards]
+    try:
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    except asyncio.CancelledError:
+        for each in asked:  # those that are granted already have nobody else to give them back
+            each.add_done_callback(partial(_give_back, tier))
+        raise
     granted = [answer for answer in answers if isinstance(answer, Reservation)]
     for answer in answers:
         if isinstance(answer, Reservation):
             continue
         for reservation in granted:
-            await tier.abort(reservation)
+            with contextlib.suppress(StepwellError):  # why there is no room matters more
+                await tier.abort(reservation)
         if isinstance(answer, Refused):
             kind = TierFull if answer.reason == "full" else TierUnavailable
             raise kind(
@@ -75,3 +83,21 @@ async def reserve(tier: Tier, shards: Sequence[tuple[ShardKey, int]], *, resume:
             )
         raise answer
     return granted
+
+
+_returning: set[asyncio.Task[None]] = set()  # so that nobody collects them before they are done
+
+
+def _give_back(tier: Tier, asked: asyncio.Future[Reservation | Refused]) -> None:
+    if asked.cancelled() or asked.exception() is not None:
+        return
+    answer = asked.result()
+    if isinstance(answer, Reservation):
+        task = asyncio.ensure_future(_abort(tier, answer))
+        _returning.add(task)
+        task.add_done_callback(_returning.discard)
+
+
+async def _abort(tier: Tier, reservation: Reservation) -> None:
+    with contextlib.suppress(StepwellError):  # the room comes back when the tier does
+        await tier.abort(reservation)

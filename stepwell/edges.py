@@ -21,6 +21,8 @@ EDGE_BYTES = 256 << 20
 #: the same on an edge that works in the background: a stuck one must leave nearly all slots to the others. Of a
 #: small arena it takes at most one part in so many
 BACKGROUND_BYTES, BACKGROUND_SHARE = 64 << 20, 8
+#: how late the event loop may be for a limited edge without loss of rate: it catches up so much
+LATE_S = 0.1
 #: an operation that takes longer is reported as stuck: any disk moves its whole queue in less
 STUCK_S = 20.0
 
@@ -73,23 +75,34 @@ class Turn:
         self.leave(kind is None)
 
 
+class Pace:
+    """A limit in bytes a second that all edges to a tier, or all edges from it, keep together."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.free_at = 0.0  # when all that was let through has passed
+
+    def take(self, size_bytes: int, now: float, waited: bool) -> None:
+        """Lets bytes through at `now`. waited: they would have gone at `free_at`, had the loop been on time."""
+        begin = max(self.free_at, now - LATE_S) if waited else max(self.free_at, now)
+        self.free_at = begin + size_bytes / self.bytes_per_s
+
+
 class Edge:
     """Lets operations of one direction through, the most urgent first. Lives on the event loop."""
 
-    def __init__(
-        self, source: str, target: str, bound_bytes: Callable[[], int], bytes_per_s: float | None = None
-    ) -> None:
+    def __init__(self, source: str, target: str, bound_bytes: Callable[[], int], pace: Pace | None = None) -> None:
         """bound_bytes: asked each time, because an arena may grow."""
         self.source, self.target = source, target
-        self._bound_bytes, self.bytes_per_s = bound_bytes, bytes_per_s
+        self._bound_bytes, self._pace = bound_bytes, pace
         self._queue: list[_Waiter] = []
         self._numbers = itertools.count()
         self._in_flight_bytes = 0
         self._since: dict[int, float] = {}  # operation in flight -> when it began
-        self._free_at = 0.0  # when all that was let through has passed, at the limit
         self._moved_bytes = self._failed = 0
         self._busy_s, self._busy_since = 0.0, 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._paced = False  # the first in the queue waits for nothing but the pace
 
     async def enter(self, size_bytes: int, priority: Priority) -> Turn:
         """Waits until the edge has room for an operation; it is in flight until the turn is left."""
@@ -105,6 +118,7 @@ class Edge:
             else:
                 self._queue.remove(waiter)
                 heapq.heapify(self._queue)
+                self._admit()  # what comes after it may be smaller
             raise
         return Turn(self, waiter.number, size_bytes)
 
@@ -114,17 +128,19 @@ class Edge:
             waiter = self._queue[0]
             if self._in_flight_bytes and self._in_flight_bytes + waiter.size_bytes > self._bound_bytes():
                 return
-            if self.bytes_per_s is not None:
-                if self._free_at > now:
-                    self._wake_at(self._free_at)
+            if self._pace is not None:
+                if self._pace.free_at > now:
+                    self._paced = True
+                    self._wake_at(self._pace.free_at)
                     return
-                self._free_at = max(now, self._free_at) + waiter.size_bytes / self.bytes_per_s
+                self._pace.take(waiter.size_bytes, now, self._paced)
             heapq.heappop(self._queue)
             if not self._since:
                 self._busy_since = now
             self._in_flight_bytes += waiter.size_bytes
             self._since[waiter.number] = now
             waiter.future.set_result(None)
+        self._paced = False
 
     def _wake_at(self, when: float) -> None:
         if self._timer is None:
@@ -169,14 +185,26 @@ class Edges:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._edges: dict[tuple[str, str], Edge] = {}
+        self._paces: dict[tuple[str, str], Pace] = {}
 
-    def between(self, source: str, target: str, *, background: bool, limit: float | None = None) -> Edge:
-        """The edge from `source` to `target`. limit: bytes a second; taken, like `background`, when it is made."""
+    def between(
+        self, source: str, target: str, *, background: bool, write_limit: float | None = None,
+        read_limit: float | None = None,
+    ) -> Edge:  # fmt: skip
+        """The edge from `source` to `target`; the other arguments are taken when it is made.
+
+        write_limit: bytes a second into `target`, on all edges that have this limit together; read_limit: out of
+        `source`, likewise. An edge has one of them at most.
+        """
         edge = self._edges.get((source, target))
         if edge is None:
-            edge = Edge(source, target, self._background_bytes if background else self._foreground_bytes, limit)
+            pace = self._pace(target, "write", write_limit) or self._pace(source, "read", read_limit)
+            edge = Edge(source, target, self._background_bytes if background else self._foreground_bytes, pace)
             self._edges[source, target] = edge
         return edge
+
+    def _pace(self, tier: str, direction: str, limit: float | None) -> Pace | None:
+        return None if limit is None else self._paces.setdefault((tier, direction), Pace(limit))
 
     def _foreground_bytes(self) -> int:
         return min(EDGE_BYTES, self._arena.kept_max * self._arena.slot_bytes)

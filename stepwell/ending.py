@@ -1,7 +1,8 @@
 """How stores end: closed, dropped, or left open when the interpreter exits.
 
 Nothing here waits without a limit, and nothing installs a signal handler: Ctrl-C raises KeyboardInterrupt
-where it always does. During the wait at exit it means "abandon": what is newest where is said then.
+where it always does. During the wait at exit it means "abandon": what is newest where is said then. No thread
+is started at exit, because Python 3.12 refuses to: all that has to be done runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from stepwell.errors import SaveFailed, StepwellError, WaitTimeout
+from stepwell.chain import Chain
+from stepwell.errors import StepwellError, WaitTimeout
 from stepwell.runtime import Runtime
 from stepwell.saving import Save
-from stepwell.tiers.base import Tier
+from stepwell.units import format_duration
 from stepwell.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -28,16 +32,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stepwell")
 
-#: how long closing waits for tiers after everything has been written or given up
-STOP_S = 30.0
-#: what background work, such as deletes, gets before the tiers are closed
-PATIENCE_S = 3.0
+#: what background work, such as deletes, gets before the tiers are closed: after all was written, or given up
+PATIENCE_S, HURRY_S = 3.0, 0.5
+#: how long closing waits for tiers after that; leaving the interpreter does not wait long for one that hangs
+STOP_S, LEAVE_S = 10.0, 2.0
+#: on top of what the loop was given: an answer that does not come then never comes
+_GRACE_S = 1.0
 #: between two looks, and before the first line is printed
 _LOOK_S, _QUIET_S = 0.2, 1.0
 
 open_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
-_closing: set[concurrent.futures.Future[None]] = set()  # of stores that were dropped
+_dropped: dict[concurrent.futures.Future[None], Ending] = {}  # of stores that nobody holds any more
 _opened: dict[str, int] = {}  # run -> stores of it that this process has opened
+
+
+def _forget_parent() -> None:
+    """What the parent of a forked process has open is the parent's to end."""
+    open_stores.clear()
+    _dropped.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def count_open(run: str) -> int:
@@ -47,118 +62,196 @@ def count_open(run: str) -> int:
     return number
 
 
-async def stop(writer: RunWriter, tiers: Sequence[Tier]) -> None:
-    """Gives up what is not finished and frees everything."""
-    await writer.close(PATIENCE_S)
-    await asyncio.gather(*(tier.close() for tier in tiers), return_exceptions=True)
+class Ending:
+    """How one store ends. Any thread."""
+
+    def __init__(self, runtime: Runtime, chain: Chain, writer: RunWriter, exit_timeout_s: float) -> None:
+        self.run = chain.run
+        self._runtime, self._chain, self._writer = runtime, chain, writer
+        self.exit_timeout_s = exit_timeout_s
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def close(self, newest: Save | None, limit_s: float) -> None:
+        """Waits until all saves are on every tier that they go to, then frees everything.
+
+        newest: the newest save, whose error is raised: SaveFailed, or WaitTimeout if it is not there in time.
+        After a KeyboardInterrupt the store is still open: leaving the interpreter waits for it again.
+        """
+        with self._lock:
+            if self.closed:
+                return
+            finishing = self._runtime.start(self._finish(newest, limit_s))
+            try:
+                finishing.result(limit_s + _GRACE_S)
+            except KeyboardInterrupt:
+                finishing.cancel()
+                raise
+            except BaseException as error:
+                self._stop(HURRY_S, LEAVE_S)
+                if isinstance(error, TimeoutError) and not finishing.done():
+                    raise self._late(limit_s) from None
+                raise
+            self._stop(PATIENCE_S, STOP_S)
+
+    def close_after_error(self, newest: Save | None) -> None:
+        """As `close`, while an error is under way that matters more: raises nothing. Ctrl-C abandons."""
+        if self.closed:
+            return
+        finishing = self._runtime.start(self._finish(newest, self.exit_timeout_s))
+        try:
+            wait_with_line({finishing: self.run}, self.exit_timeout_s + _GRACE_S)
+            self.tell(finishing)
+            self._stop(*((PATIENCE_S, STOP_S) if finishing.done() and not finishing.exception() else (HURRY_S, LEAVE_S)))
+        except KeyboardInterrupt:
+            self.abandon()
+
+    def leave(self, newest: Save | None) -> concurrent.futures.Future[None]:
+        """Starts to close, for the exit to wait for."""
+        self.closed = True
+
+        async def end() -> None:
+            try:
+                await self._finish(newest, self.exit_timeout_s)
+            except BaseException:
+                await asyncio.wait([asyncio.ensure_future(self._free(HURRY_S))], timeout=LEAVE_S)
+                raise
+            await self._free(PATIENCE_S)
+
+        return self._runtime.start(end())
+
+    def abandon(self) -> None:
+        """Gives up what is under way, and says where the newest copy is. Quick: somebody has pressed Ctrl-C."""
+        write_line(f"\r\x1b[Kstepwell: abandoned what was under way; {self.newest_words()}\n")
+        with contextlib.suppress(KeyboardInterrupt, StepwellError):
+            self._stop(0.0, LEAVE_S)
+
+    def drop(self, newest: Save | None) -> None:
+        """Lets the loop finish a store that nobody holds any more; the exit waits for it."""
+
+        async def end() -> None:
+            try:
+                await self._writer.finish()
+                if newest is not None:
+                    await newest.wait_everywhere()
+            except StepwellError as error:
+                log.error("the newest save of a store that was dropped is not everywhere: %s", error)
+            await self._free(PATIENCE_S)
+
+        if self.closed or sys.is_finalizing():
+            return
+        self.closed = True
+        with contextlib.suppress(StepwellError, RuntimeError):
+            closing = self._runtime.start(end())
+            _dropped[closing] = self
+            closing.add_done_callback(lambda done: _dropped.pop(done, None))
+
+    async def _finish(self, newest: Save | None, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._writer.finish()
+                if newest is not None:
+                    await newest.wait_everywhere()
+        except TimeoutError as error:
+            if isinstance(error, StepwellError):
+                raise
+            raise self._late(limit_s) from None
+
+    def _late(self, limit_s: float) -> WaitTimeout:
+        what = self._writer.under_way() or "background work"
+        return WaitTimeout(
+            f"not finished within {format_duration(limit_s)}: {what}; {self.newest_words()}",
+            todo="The next store that opens this run goes on from there",
+            run=self.run,
+        )
+
+    def _stop(self, patience_s: float, limit_s: float) -> None:
+        self.closed = True
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self._runtime.start(self._free(patience_s)).result(limit_s)
+
+    async def _free(self, patience_s: float) -> None:
+        """Gives up what is not finished; background work, such as deletes, gets some patience."""
+        await self._writer.close(patience_s)
+        await asyncio.gather(*(tier.close() for tier in self._chain.tiers), return_exceptions=True)
+
+    def newest_words(self) -> str:
+        """Where the newest copy is, in words, as far as is known without asking any tier."""
+        lost = {tier.info.name for tier in self._chain.tiers if tier.info.survives == "nothing"}
+        newest = {tier: step for tier, step in self._chain.catalog.newest_steps().items() if tier not in lost}
+        if not newest:
+            return f"run {self.run} has no checkpoint that outlives this process"
+        return f"newest checkpoint of run {self.run}: " + ", ".join(f"step {s} on {t}" for t, s in newest.items())
+
+    def tell(self, left: concurrent.futures.Future[None]) -> None:
+        """Says what could not be finished, if anything."""
+        error = left.exception(0) if left.done() and not left.cancelled() else self._late(self.exit_timeout_s)
+        if error is not None:
+            words = "" if isinstance(error, WaitTimeout) else f"; {self.newest_words()}"
+            log.error("leaving run %s unfinished: %s%s", self.run, error, words)
 
 
-def finish(runtime: Runtime, writer: RunWriter, saves: Sequence[Save], limit_s: float) -> None:
-    """Waits until all saves are on every tier they go to. Raises for the newest one."""
-    deadline = time.monotonic() + limit_s
-    finishing = runtime.start(writer.finish())
-    try:
-        finishing.result(limit_s)
-    except concurrent.futures.TimeoutError:
-        if finishing.done():
-            raise
-        finishing.cancel()
-    except BaseException:
-        finishing.cancel()
-        raise
-    if saves:
-        newest = saves[-1]
-        left = max(0.0, deadline - time.monotonic())
-        newest.wait_all(min(left, _LOOK_S) if finishing.cancelled() else left)
-
-
-def leave_behind(runtime: Runtime, writer: RunWriter, tiers: Sequence[Tier]) -> None:
-    """Lets the loop finish a store that nobody holds any more; the exit waits for it."""
-
-    async def end() -> None:
-        await writer.finish()
-        await stop(writer, tiers)
-
-    try:
-        closing = runtime.start(end())
-    except (StepwellError, RuntimeError):
-        return
-    _closing.add(closing)
-    closing.add_done_callback(_closing.discard)
+# -- leaving the interpreter ---------------------------------------------------------------
 
 
 @atexit.register
 def _at_exit() -> None:
     """The newest save of a script that just ends still becomes durable."""
-    stores = [store for store in open_stores if store._pid == os.getpid()]
-    if not stores and not _closing:
-        return
-    limit = max((store.exit_timeout for store in stores), default=60.0)
-    deadline = time.monotonic() + limit
-    line = _Line()
-    try:
-        for future in list(_closing):
-            line.wait(future, deadline, "a dropped store")
-        for store in stores:
-            _close(store, deadline, line)
-    except KeyboardInterrupt:
-        line.clear()
-        for store in stores:
-            sys.stderr.write(f"stepwell: abandoned; {store.newest_words()}\n")
-    finally:
-        line.clear()
-
-
-def _close(store: CheckpointStore, deadline: float, line: _Line) -> None:
-    closing: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def close() -> None:
+    with _no_noise():
+        ends = {store.leave(): store.ending for store in list(open_stores) if not store.ending.closed} | _dropped
         try:
-            store.close(max(1.0, deadline - time.monotonic()))
-            closing.set_result(None)
-        except BaseException as error:
-            closing.set_exception(error)
+            names = {future: ending.run for future, ending in ends.items()}
+            wait_with_line(names, max((ending.exit_timeout_s for ending in ends.values()), default=0.0) + 2 * LEAVE_S)
+            for future, ending in ends.items():
+                ending.tell(future)
+        except KeyboardInterrupt:
+            for ending in ends.values():
+                ending.abandon()
+        Runtime.park()
 
-    import threading
 
-    threading.Thread(target=close, name="stepwell-exit", daemon=True).start()
+@contextlib.contextmanager
+def _no_noise() -> Iterator[None]:
+    """At exit a log handler's stream may be closed already: that is no news."""
+    before, logging.raiseExceptions = logging.raiseExceptions, False
     try:
-        line.wait(closing, deadline + STOP_S, f"run {store.run}")
-    except (SaveFailed, WaitTimeout, StepwellError) as error:  # every other store still gets its turn
-        line.clear()
-        log.error("leaving with a save unfinished: %s; %s", error, store.newest_words())
+        yield
+    finally:
+        logging.raiseExceptions = before
 
 
-class _Line:
-    """One progress line on stderr, only on a terminal and only if it takes a while."""
+def write_line(text: str) -> None:
+    """To stderr, if there is still one."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._shown = False
 
-    def wait(self, future: concurrent.futures.Future[None], deadline: float, what: str) -> None:
-        """Waits for `future`; KeyboardInterrupt comes through at once."""
-        while True:
-            try:
-                future.result(_LOOK_S)
+def _on_terminal() -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return sys.stderr.isatty()
+    return False
+
+
+def wait_with_line(names: Mapping[concurrent.futures.Future[None], str], limit_s: float) -> None:
+    """Waits until all are done, at most `limit_s`, with one progress line on a terminal if it takes a while.
+
+    Their errors stay theirs; KeyboardInterrupt comes through at once.
+    """
+    began, shown = time.monotonic(), False
+    try:
+        while rest := {future: name for future, name in names.items() if not future.done()}:
+            waited = time.monotonic() - began
+            if waited > limit_s:
                 return
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-            now = time.monotonic()
-            if now > deadline:
-                log.error("leaving %s unfinished: it took longer than exit_timeout", what)
-                return
-            if now - self._began > _QUIET_S and sys.stderr is not None and sys.stderr.isatty():
-                left = max(0.0, deadline - now)
-                sys.stderr.write(
-                    f"\rstepwell: {what}: writing the newest checkpoint, {now - self._began:.0f} s "
-                    f"(gives up in {left:.0f} s; Ctrl-C abandons) "
+            if waited > _QUIET_S and _on_terminal():
+                shown = True
+                left = format_duration(round(max(0.0, limit_s - waited)))
+                write_line(
+                    f"\r\x1b[Kstepwell: writing the newest checkpoint of {', '.join(rest.values())}, {waited:.0f} s "
+                    f"(gives up in {left}; Ctrl-C abandons)"
                 )
-                sys.stderr.flush()
-                self._shown = True
-
-    def clear(self) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            self._shown = False
+            concurrent.futures.wait(rest, timeout=_LOOK_S, return_when=concurrent.futures.FIRST_COMPLETED)
+    finally:
+        if shown:
+            write_line("\r\x1b[K")

@@ -80,6 +80,9 @@ class Flusher:
             goal.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, whoever waits
             self._goals.append(goal)
         goal.priority = min(goal.priority, priority)
+        if goal.told.is_set():  # it has failed often; whoever asks again waits for new tries, the first of them now
+            goal.tries, self.next_try_at = 0, 0.0
+            goal.told.clear()
         self._goals.sort(key=lambda g: g.priority)  # stable: first come, first served
         self._wake.set()
         if self._worker is None:
@@ -108,7 +111,7 @@ class Flusher:
 
     async def _work(self) -> None:
         while True:
-            goal = next((g for g in self._goals if not g.running), None)
+            goal = self._next()
             if goal is None or len(self._running) >= COMMITS_MAX:
                 await self._woken()
                 continue
@@ -123,14 +126,22 @@ class Flusher:
             task.add_done_callback(self._ended)
             await goal.copied.wait()
 
+    def _next(self) -> Goal | None:
+        """The most urgent that can be tried: of equals the one with fewest tries, else the first. Two goals of
+        one checkpoint would share its files: one waits for the other."""
+        running = {goal.attempt for goal in self._goals if goal.running}
+        waiting = [goal for goal in self._goals if goal.attempt not in running]
+        return min(waiting, key=lambda goal: (goal.priority, goal.tries), default=None)
+
     async def _woken(self) -> None:
         self._wake.clear()
         await self._wake.wait()
 
     async def _pause(self, seconds: float) -> None:
         """Until then, or until something makes it worth trying earlier."""
+        self._wake.clear()  # here, not in the task: it begins later, and must not miss what happens until then
         sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
-        waking = asyncio.ensure_future(self._woken())
+        waking = asyncio.ensure_future(self._wake.wait())
         try:
             await asyncio.wait([sleeping, waking], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -162,14 +173,21 @@ class Flusher:
             goal.copied.set()
 
     def _failed(self, goal: Goal, error: TierError) -> None:
-        goal.tries += 1
-        goal.error = self.last_error = error
+        # a tier that does not answer has failed all that wait for it; any other error is this checkpoint's own
+        for each in [g for g in self._goals if not g.running] if error.retry else []:
+            self._note(each, error)
+        self._note(goal, error)
+        self.last_error = error
         pause = self._backoff.failed()
         self.next_try_at = self._clock.monotonic() + pause
         log.warning(
             "flushing step %d to %s failed (try %d, again in %.1f s): %s",
             goal.attempt.step, self.tier.info.name, goal.tries, pause, error,
         )  # fmt: skip
+
+    def _note(self, goal: Goal, error: TierError) -> None:
+        goal.tries += 1
+        goal.error = error
         if goal.tries >= TELL_AFTER:
             goal.told.set()
 

@@ -54,8 +54,14 @@ class Group:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if (error := task.exception()) is not None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
             self._errors.append(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Something went wrong outside of the operations: nothing more is started."""
+        self._stop_on_error = True
+        self._errors.append(error)
 
     async def end(self) -> None:
         """Waits for all; raises the first error."""

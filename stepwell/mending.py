@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from stepwell import native
 from stepwell.chain import Chain, reserve
-from stepwell.errors import StepwellError
-from stepwell.format.names import Attempt
-from stepwell.format.records import RankRecord, Repair, encode
+from stepwell.errors import CorruptData, StepwellError
+from stepwell.format.names import MANIFEST, Attempt, rank_file
+from stepwell.format.records import RankRecord, Repair, ShardRecord, encode
 from stepwell.mover import Healing, Reading
-from stepwell.tiers.base import RecordKey, ShardKey
+from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
 log = logging.getLogger("stepwell")
@@ -22,8 +23,9 @@ Bad = Mapping[tuple[str, ShardKey], str]  # (tier, shard) -> what was wrong
 class Mender:
     """Only the run's writer may repair, so what is noted before it has taken the run over waits for that."""
 
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, chain: Chain, busy: set[tuple[str, str]]) -> None:
+        """busy: (checkpoint, tier) of copies that nobody else may touch meanwhile."""
+        self._chain, self._busy = chain, busy
         self._todo: list[tuple[Bad, RankRecord]] = []
 
     def note(self, bad: Bad, record: RankRecord) -> None:
@@ -44,23 +46,59 @@ class Mender:
         assert attempt is not None
         for (name, key), wrong in bad.items():
             target = chain.named(name)
-            sources = [h.tier for h in chain.catalog.holdings[attempt] if h.tier is not target]
+            held = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
+            sources = [tier for tier in held if tier is not target]
             shard = next(s for s in record.shards if s.file == key.name)
-            if target.info.read_only or target is chain.host or not sources:
+            if target not in held or target.info.read_only or target is chain.host or not sources:
+                continue
+            if (attempt.folder, name) in self._busy or await self._is_good(target, key, shard):
                 continue
             # the bad file may hold the only good bytes of a block that is bad elsewhere: it goes only after
             # every block of the other copies was found good
             await chain.mover.verify(sources, key, shard.size, shard.crcs())
-            await target.drop([key])
-            [reserved] = await reserve(target, [(key, shard.size)])
+            self._busy.add((attempt.folder, name))
             try:
-                reading = Reading(key, sources, shard.crcs(), Healing(), Priority.FLUSH, target=name)
-                await chain.mover.copy(reading, target, shard.size)
-                note = Repair(file=key.name, wrong=wrong, made=chain.clock.wall())
-                place = RecordKey(chain.run, f"{attempt.folder}/repair-{uuid.uuid4().hex[:8]}.json")
-                await target.commit(place, encode(note), shards=[reserved])
-            except BaseException:
-                await chain.mover.settled([key])
-                await target.abort(reserved)
-                raise
+                await self._replace(target, attempt, record.rank, shard, sources, wrong)
+            finally:
+                self._busy.discard((attempt.folder, name))
             log.warning("%s on tier %s was bad and has been written again", key, name)
+
+    async def _is_good(self, tier: Tier, key: ShardKey, shard: ShardRecord) -> bool:
+        """Whether what was wrong has passed: an error of the disk or the network, not of the bytes."""
+        try:
+            await self._chain.mover.verify([tier], key, shard.size, shard.crcs())
+        except CorruptData:
+            return False
+        return True
+
+    async def _replace(
+        self, target: Tier, attempt: Attempt, rank: int, shard: ShardRecord, sources: Sequence[Tier], wrong: str
+    ) -> None:
+        """Writes the shard again. Until that is done the checkpoint is not committed there: no moment, and no crash,
+        leaves a manifest beside a shard that is not whole, on which the deletion of the good copy could rely."""
+        chain = self._chain
+        key = ShardKey(CheckpointKey(chain.run, attempt.folder), shard.file)
+        manifest = RecordKey(chain.run, f"{attempt.folder}/{MANIFEST}")
+        own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(rank)}")
+        words = await chain.catalog.manifest(attempt, target)
+        commits, told = await target.fetch(manifest), await target.fetch(own)
+        if commits is None or told is None or native.crc32c(told) not in words.digests:
+            raise CorruptData("its records are bad, too", path=str(own), tier=target.info.name)
+        files = next(h.files for h in chain.catalog.holdings[attempt] if h.tier is target)
+        chain.catalog.remove(attempt, target)
+        await target.drop([manifest])
+        await target.drop([own, key])
+        [reserved] = await reserve(target, [(key, shard.size)])
+        try:
+            reading = Reading(key, sources, shard.crcs(), Healing(), Priority.FLUSH, target=target.info.name)
+            await chain.mover.copy(reading, target, shard.size)
+            note = Repair(file=key.name, wrong=wrong, made=chain.clock.wall())
+            place = RecordKey(chain.run, f"{attempt.folder}/repair-{uuid.uuid4().hex[:8]}.json")
+            await target.commit(place, encode(note), shards=[reserved])
+        except BaseException:
+            await chain.mover.settled([key])
+            await target.abort(reserved)
+            raise
+        await target.commit(own, told)
+        await target.commit(manifest, commits)
+        chain.catalog.add(attempt, target, files, words)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from stepwell.edges import STAGING, STATE, VERIFY, Edge, Edges, Turn
-from stepwell.errors import CorruptData, TierError
+from stepwell.errors import CorruptData, StepwellError, TierError, TierFull
 from stepwell.groups import Countdown, Group, Tasks
 from stepwell.native import BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
 from stepwell.ranges import Read
@@ -82,16 +83,16 @@ class Reading:
     priority: Priority
     pieces: PieceMap | None = None  # where the bytes go; None: they are only verified
     target: str = STATE  # the end of the edge
-    limit: float | None = None  # of that edge, in bytes a second
+    write_limit: float | None = None  # of all writing there, in bytes a second; None: what limits is the reading
     cached_as: Hashable = None  # how the arena knows the shard; None: by its key
 
     @property
     def known_as(self) -> Hashable:
         return self.key if self.cached_as is None else self.cached_as
 
-    def first(self, host: Tier | None) -> str:
+    def first(self, host: Tier | None) -> Tier | None:
         """Where bytes come from that are not in the arena."""
-        return next((tier.info.name for tier in self.tiers if tier is not host), "nowhere")
+        return next((tier for tier in self.tiers if tier is not host), None)
 
     def crcs_of(self, start: int, length: int) -> Crcs | None:
         return None if self.crcs is None else self.crcs[start // BLOCK_BYTES : -(-(start + length) // BLOCK_BYTES)]
@@ -112,8 +113,22 @@ class Mover:
         """Returns once no chunk of these shards is on its way: then their files may be closed."""
         await self._tasks.settled(keys)
 
-    def _edge(self, source: str, target: str, priority: Priority, limit: float | None = None) -> Edge:
-        return self.edges.between(source, target, background=priority >= Priority.FLUSH, limit=limit)
+    def _edge(self, source: str, target: str, priority: Priority, write_limit: float | None = None) -> Edge:
+        background = priority >= Priority.FLUSH
+        return self.edges.between(source, target, background=background, write_limit=write_limit)
+
+    def _edge_of(self, reading: Reading, read: Read) -> Edge:
+        """The edge that a read takes: from the arena if that has the chunk, else from the nearest tier."""
+        tier = None
+        if not self.arena.has(reading.known_as, read.start // self.arena.slot_bytes):
+            tier = reading.first(self.host)
+        return self.edges.between(
+            self._here if tier is None else tier.info.name,
+            reading.target,
+            background=reading.priority >= Priority.FLUSH,
+            write_limit=reading.write_limit,
+            read_limit=None if tier is None or reading.write_limit is not None else tier.info.read_bytes_per_s,
+        )
 
     @property
     def _here(self) -> str:
@@ -134,26 +149,38 @@ class Mover:
         copied = Countdown(on_copied)
         edge = self._edge(self._here, tier.info.name, Priority.SNAPSHOT, tier.info.write_bytes_per_s)
         self.arena.expect(sum(shard.size for shard in shards))
-        for shard in shards:
-            for start in range(0, shard.size, self.arena.slot_bytes):
-                if group.failed:
-                    break
-                # what only passes waits before it takes a slot: a stuck tier must not hold all of them
-                turn = (
-                    None
-                    if kept
-                    else await edge.enter(min(self.arena.slot_bytes, shard.size - start), Priority.SNAPSHOT)
-                )
-                try:
-                    slot = await self.arena.acquire(Priority.SNAPSHOT, kept=kept)
-                except BaseException:
-                    if turn is not None:
-                        turn.leave(False)
-                    raise
-                copied.up()
-                group.start(shard.key, self._put_chunk(tier, edge, shard, start, slot, turn, copied.down))
-        copied.seal()
+        for shard, read in ((each, read) for each in shards for read in self.all_of(each.size)):
+            if group.failed:
+                break
+            try:
+                slot, turn = await self._room(edge, read.length, kept)
+            except StepwellError as error:
+                group.fail(error)
+                break
+            copied.up()
+            group.start(shard.key, self._put_chunk(tier, edge, shard, read.start, slot, turn, copied.down))
+        else:
+            copied.seal()
         await group.end()
+
+    async def _room(self, edge: Edge, length: int, kept: bool) -> tuple[Slot, Turn | None]:
+        """A slot for a chunk of the state. What only passes waits for its turn before it takes one: a stuck tier
+        must not hold all of them."""
+        if kept:
+            try:
+                return await self.arena.acquire(Priority.SNAPSHOT, kept=True), None
+            except TierFull:  # less memory than was promised: the chunk passes, and the host tier will not commit
+                pass
+        turn = await edge.enter(length, Priority.SNAPSHOT)
+        return await self._slot(turn, Priority.SNAPSHOT), turn
+
+    async def _slot(self, turn: Turn, priority: Priority, kept: bool = False) -> Slot:
+        """A slot for who has its turn already."""
+        try:
+            return await self.arena.acquire(priority, kept=kept)
+        except BaseException:
+            turn.leave(False)
+            raise
 
     async def _put_chunk(
         self,
@@ -172,7 +199,7 @@ class Mover:
             if slot.kept:
                 self.arena.place(slot, shard.key, start // self.arena.slot_bytes, length)
             copying = self._copy_in(shard, start, length, slot, linked)
-            copying.add_done_callback(lambda _: on_copied())
+            copying.add_done_callback(partial(self._copied, slot, on_copied))
             if linked is None:
                 await copying
             try:
@@ -181,14 +208,19 @@ class Mover:
                     await write(tier, ChunkIO(shard.key, start, length, slot.address, after=linked))
             finally:
                 await copying  # the slot is the copier's until then, whatever the tier says
-                if slot.kept:
-                    self.arena.filled(slot)
+                self.arena.filled(slot)
         finally:
             if turn is not None:
                 turn.leave(False)
             if slot.chunk is not None and not slot.filled:
                 self.arena.forget(slot)
             self.arena.release(slot)
+
+    def _copied(self, slot: Slot, on_copied: Callable[[], None], copying: asyncio.Future[Done]) -> None:
+        """The chunk is whole in host memory, and can be read there, before it is on the tier."""
+        if not copying.cancelled():
+            self.arena.filled(slot)
+        on_copied()
 
     def _copy_in(
         self, shard: ShardJob, start: int, length: int, slot: Slot, signal: Ticket | None
@@ -220,23 +252,21 @@ class Mover:
         for read in reads:
             if group.failed:
                 break
-            group.start(reading.key, await self._next(reading, read, then, kept))
+            try:
+                operation = await self._next(reading, read, then, kept)
+            except StepwellError as error:
+                group.fail(error)
+                break
+            group.start(reading.key, operation)
         await group.end()
 
     async def _next(self, reading: Reading, read: Read, then: Then | None, kept: bool) -> Coroutine[Any, Any, None]:
         """The operation for a read, once there is room for it on its edge and a slot."""
-        number = read.start // self.arena.slot_bytes
-        source = self._here if number in self.arena.chunks(reading.known_as) else reading.first(self.host)
-        edge = self._edge(source, reading.target, reading.priority, reading.limit)
-        turn = await edge.enter(read.length, reading.priority)
-        try:
-            held = self.arena.find(reading.known_as, number)
-            if held is not None:
-                return self._get_held(reading, read, held, turn, then)
-            slot = await self.arena.acquire(reading.priority, kept=kept)
-        except BaseException:
-            turn.leave(False)
-            raise
+        turn = await self._edge_of(reading, read).enter(read.length, reading.priority)
+        held = self.arena.find(reading.known_as, read.start // self.arena.slot_bytes)
+        if held is not None:
+            return self._get_held(reading, read, held, turn, then)
+        slot = await self._slot(turn, reading.priority, kept)
         return self._get_read(reading, read, slot, turn, then)
 
     async def _get_held(self, reading: Reading, read: Read, slot: Slot, turn: Turn, then: Then | None) -> None:
@@ -344,6 +374,7 @@ class Mover:
     async def _missing(self, reading: Reading, target: Tier, reads: Sequence[Read]) -> list[Read]:
         """Those of `reads` whose bytes are not good on the target yet."""
         check = Reading(reading.key, [target], reading.crcs, Healing(), reading.priority, target=VERIFY)
+        edge = self._edge(target.info.name, VERIFY, reading.priority)
         missing: set[int] = set()
 
         async def one(read: Read, slot: Slot, turn: Turn) -> None:
@@ -354,8 +385,12 @@ class Mover:
 
         group = Group(self._tasks)
         for read in reads:
-            turn = await self._edge(target.info.name, VERIFY, reading.priority).enter(read.length, reading.priority)
-            slot = await self.arena.acquire(reading.priority)
+            try:
+                turn = await edge.enter(read.length, reading.priority)
+                slot = await self._slot(turn, reading.priority)
+            except StepwellError as error:
+                group.fail(error)
+                break
             group.start(reading.key, one(read, slot, turn))
         await group.end()
         return [read for read in reads if read.start in missing]

@@ -19,6 +19,11 @@ from stepwell.timeline import add_rewind, by_step, current
 log = logging.getLogger("stepwell")
 
 
+def group_of(chain: Chain, job: Job) -> str:
+    """Begins this store's keys in the job's store; the same on all ranks, used by no other store."""
+    return f"stepwell/{chain.run}/{chain.settings.open_number}/{job.restarts}"
+
+
 class Ownership:
     """The right to write a run, and the line of checkpoints that it goes on with. Lives on the event loop."""
 
@@ -58,7 +63,7 @@ class Ownership:
     async def _take_over(self, job: Job) -> None:
         chain, catalog = self._chain, self._chain.catalog
         self.job = job
-        group = f"stepwell/{chain.run}/{chain.settings.open_number}/{job.restarts}"
+        group = group_of(chain, job)
         timeout_s = chain.settings.rank_timeout_seconds
         self.committer = Committer(chain.run, job, self.writership, group, timeout_s)
         await catalog.refresh()

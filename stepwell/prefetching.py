@@ -149,6 +149,6 @@ async def _one(mover: Mover, host: HostTier, shard: Wanted, handle: Prefetch) ->
 
     reading = Reading(
         shard.key, shard.tiers, shard.crcs, Healing(), Priority.PREFETCH, target=host.info.name,
-        limit=shard.tiers[0].info.read_bytes_per_s, cached_as=shard.cached_as,
+        cached_as=shard.cached_as,
     )  # fmt: skip
     await mover.get(reading, reads, moved, kept=True)

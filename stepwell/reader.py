@@ -273,8 +273,7 @@ async def fill_runs(
     reads = plan_reads(starts, lengths, shard.size, mover.arena.slot_bytes)
     try:
         reading = Reading(
-            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces,
-            limit=_limit(shard.tiers), cached_as=shard.cached_as,
+            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, cached_as=shard.cached_as,
         )  # fmt: skip
         await mover.get(reading, reads)
     except CorruptData as error:
@@ -282,10 +281,6 @@ async def fill_runs(
         names = _labels_in(shard.layout, block) if isinstance(block, int) else []
         where = {**error.where, "step": opened.step, "key": ", ".join(names) or None}
         raise CorruptData(error.what, todo=error.todo, **where) from error
-
-
-def _limit(tiers: Sequence[Tier]) -> float | None:
-    return tiers[0].info.read_bytes_per_s if tiers else None
 
 
 def _labels_in(layout: Layout, block: int) -> list[str]:

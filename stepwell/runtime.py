@@ -23,9 +23,20 @@ T = TypeVar("T")
 STAGING_BYTES = 256 << 20
 #: threads that copy and checksum; one is about as fast as a plain copy, so two keep save() short
 COPY_THREADS = 2
+#: how long the exit waits for the loop to come to a stop
+PARK_S = 1.0
 
 _lock = threading.Lock()
 _current: Runtime | None = None
+
+
+def _new_lock() -> None:
+    """The parent's may have been held by a thread that did not come along."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 class Runtime:
@@ -33,6 +44,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self._parked = False
         self._started = threading.Event()
         self._staging: Arena | None = None
         self.loop: asyncio.AbstractEventLoop
@@ -46,9 +58,25 @@ class Runtime:
         """This process's runtime, made on first use."""
         global _current
         with _lock:
-            if _current is None or _current.pid != os.getpid():
+            if _current is None or _current.pid != os.getpid() or _current._parked:
                 _current = Runtime()
             return _current
+
+    @staticmethod
+    def park() -> None:
+        """Stops this process's loop between two callbacks, for good: while the interpreter is torn down nothing of
+        ours may run. A thread that logs then, say, can abort the process. Its stack stays, so nothing is collected."""
+        runtime = _current
+        if runtime is None or runtime.pid != os.getpid() or runtime._parked:
+            return
+        runtime._parked, parked = True, threading.Event()
+
+        def wait_for_ever() -> None:
+            parked.set()
+            threading.Event().wait()
+
+        runtime.loop.call_soon_threadsafe(wait_for_ever)
+        parked.wait(PARK_S)
 
     def _main(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -68,6 +96,9 @@ class Runtime:
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Runs `work` on the loop; from any thread, also from one that runs an event loop of its own."""
+        if self._parked:
+            work.close()
+            raise StoreClosed("the interpreter is being left", todo="Save before, or in an atexit handler that is newer")
         if self.pid != os.getpid():
             work.close()
             raise StoreClosed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stepwell import native
 from stepwell.chain import Chain, Keep, reserve
@@ -13,8 +13,9 @@ from stepwell.errors import NotPlanned, SaveFailed, StepwellError, TierError, Ti
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import Draft, FileRecord
 from stepwell.hostmem import host_budget_bytes, local_ranks
+from stepwell.jobs import Job
 from stepwell.mover import Healing, Reading, ShardJob
-from stepwell.ownership import Ownership
+from stepwell.ownership import Ownership, group_of
 from stepwell.saving import Order, Save, Turns
 from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import Priority
@@ -36,6 +37,9 @@ class Saver:
         """keep: holds on to background work until it is done."""
         self._chain, self._owner, self._keep = chain, owner, keep
         self._drafts, self._commits = Turns(), Turns()
+        self.on_named: Callable[[Save, Attempt], object] = lambda save, attempt: None
+        self.last_error: TierError | None = None  # of the first storage tier
+        self.failing = False  # until a save gets there again
 
     async def save(self, save: Save) -> Attempt:
         """Returns once the checkpoint is committed on the first storage tier. Raises what went wrong."""
@@ -45,6 +49,9 @@ class Saver:
             if order.job.world == 1:
                 return await self._carry_out(save, order, drafts[0], commits[0], drafts[1])
             return await self._together(save, order, drafts[0], commits[0], drafts[1])
+        except TierError as error:
+            self._note(error)
+            raise
         finally:
             for _, mine in (drafts, commits):
                 if not mine.done():
@@ -60,7 +67,7 @@ class Saver:
     ) -> Attempt:
         """As one with the other ranks: if one of them gives up, all do, and each frees what it took."""
         await self._owner.take(order.job)
-        key = f"{self._owner.committer.group}/call-{order.call}/given-up"
+        key = self._given_up(order.call, order.job)
         store = order.job.store
         work = asyncio.ensure_future(self._carry_out(save, order, drafted, committed, mine))
         try:
@@ -77,6 +84,13 @@ class Saver:
                 store.put(key, f"rank {order.job.rank}: {error or type(error).__name__}".encode())
             raise
 
+    def _given_up(self, call: int, job: Job) -> str:
+        return f"{group_of(self._chain, job)}/call-{call}/given-up"
+
+    def give_up(self, call: int, job: Job, why: BaseException) -> None:
+        """Tells the other ranks that this one takes no part in a save."""
+        job.store.put(self._given_up(call, job), f"rank {job.rank}: {why or type(why).__name__}".encode())
+
     async def _carry_out(
         self,
         save: Save,
@@ -88,6 +102,7 @@ class Saver:
         chain, first = self._chain, self._chain.first
         attempt = Attempt(await self._owner.take(order.job), order.call, order.step)
         save.checkpoint = attempt.folder
+        self.on_named(save, attempt)
         key = CheckpointKey(chain.run, attempt.folder)
         jobs = [
             ShardJob(ShardKey(key, shard.file), shard.size, order.snapshot.source(i))
@@ -113,7 +128,7 @@ class Saver:
             record = rank_record(order, attempt, jobs, self._draft(order, attempt))
             mine.set_result(None)
             if hosted is not None:
-                await self._commit_host(save, order, attempt, jobs, record, hosted)
+                kept = await self._commit_host(save, order, attempt, jobs, record, hosted)
             await self._written(putting, jobs, reserved, kept)
             if committed is not None:
                 await asyncio.shield(committed)
@@ -124,13 +139,14 @@ class Saver:
             self._owner.failed(attempt)
             if putting is not None:
                 putting.cancel()
-            undo = self._keep(self._give_up(key, reserved, order, jobs))
+            undo = self._keep(self._give_up(key, reserved, order.job, [job.key for job in jobs]))
             await asyncio.wait([undo], timeout=GIVE_UP_S)
             raise
         chain.catalog.add(attempt, first, {job.key.name: job.size for job in jobs}, manifest)
         for job in jobs:
             chain.mover.arena.clean(job.key)
         self._owner.committed(attempt)
+        self.failing = False
         save.mark_committed(first.info.name, chain.clock.monotonic())
         if hosted is not None:  # the next save finds memory beside this one's, and need not wait until it is ready
             chain.mover.arena.expect(sum(job.size for job in jobs))
@@ -150,10 +166,7 @@ class Saver:
             await asyncio.shield(before)  # an earlier save is still being copied: its promise ends with that
             granted = await _try_reserve(host, jobs)
         if isinstance(granted, Refused):
-            save.not_planned(host.info.name, NotPlanned(
-                f"the checkpoint does not stay in host memory: {granted.detail}",
-                todo="Give the host tier more memory, or wait for another tier", step=order.step, tier=host.info.name,
-            ))  # fmt: skip
+            _not_hosted(save, host, granted.detail)
             return None
         return granted
 
@@ -165,14 +178,21 @@ class Saver:
         jobs: Sequence[ShardJob],
         record: bytes,
         reserved: Sequence[Reservation],
-    ) -> None:
+    ) -> bool:
+        """False if the system gave less memory than was promised: then the checkpoint has only passed through."""
         chain, host = self._chain, self._chain.host
         assert host is not None
         for name, data in order.files.items():
             await host.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
-        manifest = await self._owner.committer.publish(host, attempt, record, reserved)
+        try:
+            manifest = await self._owner.committer.publish(host, attempt, record, reserved)
+        except TierFull as error:
+            await host.drop([CheckpointKey(chain.run, attempt.folder)])
+            _not_hosted(save, host, str(error))
+            return False
         chain.catalog.add(attempt, host, {job.key.name: job.size for job in jobs}, manifest)
         save.mark_committed(host.info.name, chain.clock.monotonic())
+        return True
 
     async def _written(
         self, putting: asyncio.Task[None], jobs: Sequence[ShardJob], reserved: list[Reservation], kept: bool
@@ -185,7 +205,7 @@ class Saver:
         except TierError as error:
             if not kept or isinstance(error, TierFull):
                 raise
-            failure = error
+            failure = self._note(error)
         assert chain.host is not None
         for pause in RETRY_S:
             log.warning("writing to %s failed, again in %.1f s: %s", first.info.name, pause, failure)
@@ -203,15 +223,15 @@ class Saver:
             except TierFull:
                 raise
             except TierError as error:
-                failure = error
+                failure = self._note(error)
         raise failure
 
     async def _give_up(
-        self, key: CheckpointKey, reserved: Sequence[Reservation], order: Order, jobs: Sequence[ShardJob]
+        self, key: CheckpointKey, reserved: Sequence[Reservation], job: Job, shards: Sequence[ShardKey]
     ) -> None:
         """Frees what a failed attempt took. Other ranks' files of it are theirs to free."""
         chain = self._chain
-        await chain.mover.settled([job.key for job in jobs])
+        await chain.mover.settled(shards)
         if chain.host is not None:
             attempt = Attempt.parse(key.attempt)
             assert attempt is not None
@@ -219,13 +239,17 @@ class Saver:
             await chain.host.drop([key])
         if not reserved:
             return
-        record = RecordKey(key.run, f"{key.attempt}/{rank_file(order.job.rank)}")
+        record = RecordKey(key.run, f"{key.attempt}/{rank_file(job.rank)}")
         try:
             for reservation in reserved:
                 await chain.first.abort(reservation)
-            await chain.first.drop([key] if order.job.world == 1 else [record])
+            await chain.first.drop([key] if job.world == 1 else [record])
         except StepwellError as error:
             log.warning("what a failed save left on %s stays there: %s", chain.first.info.name, error)
+
+    def _note(self, error: TierError) -> TierError:
+        self.last_error, self.failing = error, True
+        return error
 
     def _draft(self, order: Order, attempt: Attempt) -> Draft:
         """The manifest's words. Called in the order of saves, so that each one's parent is the one before."""
@@ -248,6 +272,14 @@ class Saver:
                 "copied": round(self._chain.clock.monotonic() - order.began, 6),
             },
         )
+
+
+def _not_hosted(save: Save, host: Tier, why: str) -> None:
+    name = host.info.name
+    save.not_planned(name, NotPlanned(
+        f"the checkpoint does not stay in host memory: {why}",
+        todo="Give the host tier more memory, or wait for another tier", step=save.step, tier=name,
+    ))  # fmt: skip
 
 
 async def _try_reserve(tier: Tier, jobs: Sequence[ShardJob]) -> list[Reservation] | Refused:

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +63,8 @@ class Save:
         self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.blocked_seconds = 0.0
         self.checkpoint: str | None = None
-        self.skipped: StepwellError | None = None  # why, if it was given up because it blocked too long
+        #: the store's newest step and the one to rewind to before this save; taken up again if it fails
+        self.line_before: tuple[int | None, int | None] | None = None
         self._seconds: dict[str, float] = {}
         self._failure: BaseException | None = None
         self._troubles: dict[str, BaseException] = {}  # tier -> what keeps it from getting there so far
@@ -181,31 +181,46 @@ class Save:
 
     def mark_durable(self) -> None:
         """The first storage tier has it."""
+        self._failure = None  # it was faster than whoever gave it up
         self.on_end(self.step, None)
+
+    def planned(self, tier: str) -> None:
+        """It goes to a tier after all."""
+        if self._is_not_planned(tier):
+            self._futures[tier] = concurrent.futures.Future()
 
     def not_planned(self, tier: str, why: NotPlanned) -> None:
         """Ends the waits on a tier that the checkpoint will not get to."""
-        self._settle(tier, why)
+        if not self._is_on(tier):
+            self._settle(tier, why)
+
+    def fail(self, error: BaseException, tiers: Sequence[str] | None = None) -> None:
+        """Ends the waits on `tiers` with SaveFailed from `error`; without `tiers` the save itself has failed.
+
+        Of errors of the save itself the first one counts.
+        """
+        _forget_frames(error)
+        if tiers is None:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._order = None
+            self.on_end(self.step, error)
+            self.mark_copied()
+        for name in self._infos if tiers is None else tiers:
+            if not (self._is_on(name) if tiers is not None else self._is_not_planned(name)):
+                failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name)
+                failed.__cause__ = self._troubles[name] = error
+                self._settle(name, failed)
 
     def _settle(self, tier: str, why_not: StepwellError | None) -> None:
-        if self._is_on(tier):
-            return
         if self._futures[tier].done():
             self._futures[tier] = concurrent.futures.Future()
         self._futures[tier].set_result(why_not)
 
-    def fail(self, error: BaseException, tiers: Sequence[str] | None = None) -> None:
-        """Ends the waits on `tiers` with SaveFailed from `error`; without `tiers` the save itself has failed."""
-        _forget_frames(error)
-        if tiers is None:
-            self._failure = error
-            self.on_end(self.step, error)
-        self.mark_copied()
-        for name in self._infos if tiers is None else tiers:
-            if not self._futures[name].done() or (tiers is not None and not self._is_on(name)):
-                failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name)
-                failed.__cause__ = self._troubles[name] = error
-                self._settle(name, failed)
+    def _is_not_planned(self, tier: str) -> bool:
+        future = self._futures[tier]
+        return future.done() and isinstance(future.result(), NotPlanned)
 
     @property
     def error(self) -> BaseException | None:
@@ -226,9 +241,11 @@ def _again(error: StepwellError) -> StepwellError:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Errors are kept; the state's tensors, which their frames refer to, must not be."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
+    """Errors are kept; the state's tensors, which the frames of their tracebacks hold, must not be."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
@@ -255,7 +272,8 @@ class SaveRecord:
 
     def _ended(self, began: float, step: int, error: BaseException | None) -> None:
         with self._lock:
-            self._under_way.remove(began)
+            if began in self._under_way:
+                self._under_way.remove(began)
             if error is None:
                 self._durable += 1
                 self._unsaved_since = next(iter(self._under_way), None)

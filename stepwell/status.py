@@ -7,6 +7,7 @@ from typing import Literal
 
 from stepwell.chain import Chain
 from stepwell.edges import STUCK_S, EdgeStatistics
+from stepwell.errors import StepwellError
 from stepwell.format.names import Attempt
 from stepwell.saving import SaveRecord
 from stepwell.tiers.base import Tier
@@ -17,8 +18,8 @@ Health = Literal["up", "stuck", "failing", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One tier. Health: `stuck` if an operation is overdue, `failing` while a flush waits to be tried again,
-    `absent` if it did not answer the last scan."""
+    """One tier. Health: `stuck` if an operation is overdue, `failing` while what failed there waits to be tried
+    again, `absent` if it did not answer the last scan."""
 
     name: str
     driver: str
@@ -64,6 +65,7 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
     goals = flusher.goals if flusher is not None else []
     touching = [edge for edge in edges if info.name in (edge.source, edge.target)]
     oldest = max((edge.oldest_s for edge in touching if edge.target == info.name), default=0.0)
+    trouble, last_error = _trouble(chain, writer, tier)
     absent = chain.catalog.absent.get(info.name)
     health: Health = "up"
     detail = ""
@@ -71,16 +73,15 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
         health, detail = "absent", absent
     elif oldest > STUCK_S:
         health, detail = "stuck", f"an operation has taken {oldest:.0f} s"
-    elif flusher is not None and flusher.failing:
-        health, detail = "failing", str(flusher.last_error)
+    elif trouble is not None:
+        health, detail = "failing", str(trouble)
     held = [a.step for a in chain.catalog.newest_first() if any(h.tier is tier for h in chain.catalog.holdings[a])]
-    last_error = None if flusher is None or flusher.last_error is None else str(flusher.last_error)
     return TierStatus(
         name=info.name,
         driver=info.driver,
         health=health,
         detail=detail,
-        last_error=last_error,
+        last_error=None if last_error is None else str(last_error),
         newest_step=max(held, default=None),
         backlog=tuple(sorted(goal.attempt.step for goal in goals)),
         backlog_bytes=sum(_size(chain, goal.attempt) for goal in goals),
@@ -90,6 +91,15 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
         capacity_bytes=info.capacity_bytes,
         retry_in_s=max(0.0, flusher.next_try_at - chain.clock.monotonic()) if flusher and flusher.failing else None,
     )
+
+
+def _trouble(chain: Chain, writer: RunWriter, tier: Tier) -> tuple[StepwellError | None, StepwellError | None]:
+    """(what the tier fails with now, what it failed with last)."""
+    flusher = writer.flushers.get(tier.info.name)
+    for place in (flusher, writer.saver if tier is chain.first else None):
+        if place is not None and place.last_error is not None:
+            return place.last_error if place.failing else None, place.last_error
+    return None, None
 
 
 def _size(chain: Chain, attempt: Attempt) -> int:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -15,10 +16,10 @@ from stepwell.catalog import Catalog, Debris
 from stepwell.chain import Chain
 from stepwell.checkpoint import Checkpoint
 from stepwell.clock import Clock, SystemClock
-from stepwell.ending import STOP_S, finish, leave_behind, open_stores, stop
-from stepwell.errors import ConfigError, SaveFailed, StepExists, StepwellError, StoreClosed
+from stepwell.ending import Ending, open_stores
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StepExists, StoreClosed, WaitTimeout
 from stepwell.files import read_sidecars
-from stepwell.jobs import current_job
+from stepwell.jobs import Job, current_job
 from stepwell.mover import Mover
 from stepwell.policies.base import Policy
 from stepwell.prefetching import Prefetch
@@ -64,10 +65,12 @@ class CheckpointStore:
         self._restores = 0
         self._last_step: int | None = None  # highest step saved or found; None: not looked yet
         self._rewind_to: int | None = None
-        self._saves: list[Save] = []
+        self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
+        self._newest: Save | None = None
+        self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
-        self._closed = False
-        self._wait(self._start(policies))
+        self._runtime.run(self._start(policies))
+        self.ending = Ending(self._runtime, self._chain, self._writer, settings.exit_timeout)
         open_stores.add(self)
 
     async def _start(self, policies: Sequence[Policy]) -> None:
@@ -88,14 +91,18 @@ class CheckpointStore:
         self._writer = RunWriter(chain, policies)
 
     def _wait(self, work: Coroutine[Any, Any, T], timeout: float | None = None, what: str = "the call") -> T:
-        if self._closed or self._pid != os.getpid():
+        try:
+            self._check_open()
+        except StoreClosed:
             work.close()
-            raise StoreClosed(
-                "the store is closed" if self._closed else "this store was opened in the parent of this process",
-                todo="Open it again",
-                run=self.run,
-            )
+            raise
         return self._runtime.run(work, timeout, what)
+
+    def _check_open(self) -> None:
+        ours = self._pid == os.getpid()
+        if self.ending.closed or not ours:
+            what = "the store is closed" if ours else "this store was opened in the parent of this process"
+            raise StoreClosed(what, todo="Open it again", run=self.run)
 
     # -- saving --------------------------------------------------------------------------
 
@@ -116,16 +123,51 @@ class CheckpointStore:
 
         The save goes on in the background: see the returned `Save`. Raises StateError, before any file is
         made, for a value that cannot be saved; StepExists for a step at or below an existing one unless an
-        older step was restored before; SaveFailed if this process's first save failed, or if nothing has become
-        durable for `max_unsaved`. Blocks at most `block_timeout`; then this checkpoint is skipped, and says so.
+        older step was restored before; SaveFailed, once, if this process's first save failed, and as long as nothing
+        has become durable for `max_unsaved` (this save then goes on all the same). Blocks at most `block_timeout`;
+        then this checkpoint is skipped, and says so.
         """
         began = self._clock.monotonic()
+        self._check_open()
         self._check_writable()
-        self._record.check()
-        rewind_to = self._check_step(step)
         job = current_job()
+        with self._ordering:
+            self._calls += 1  # also of a call that raises: all ranks count alike, whatever happens to one of them
+            try:
+                save = self._order(began, job, step, state, metrics, tags, files)
+            except BaseException as error:
+                self._runtime.loop.call_soon_threadsafe(self._writer.give_up, self._calls, job, error)
+                raise
+            self._record.began(save)
+            self._saves, self._newest = [s for s in self._saves if not s.settled] + [save], save
+            running = self._runtime.start(self._writer.save(save))
+        limit = self._settings.block_timeout
+        try:
+            save.copied.result(limit)
+        except BaseException as error:
+            skipped = isinstance(error, TimeoutError)
+            self._runtime.loop.call_soon_threadsafe(self._writer.skip, save, limit if skipped else None)
+            running.cancel()
+            if not skipped:
+                raise
+        save.blocked_seconds = self._clock.monotonic() - began
+        self._record.check_unsaved()
+        return save
+
+    def _order(
+        self,
+        began: float,
+        job: Job,
+        step: int,
+        state: Mapping[Any, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        files: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None,
+    ) -> Save:
+        """The save, with all that the state's memory is needed for but the copying."""
+        self._record.check_first()
+        rewind_to = self._check_step(step)
         snapshot = capture(state, rank=job.rank, world=job.world, plans=self._plans)
-        self._calls += 1
         order = Order(
             call=self._calls,
             step=step,
@@ -140,20 +182,8 @@ class CheckpointStore:
             rewind_to=rewind_to,
         )
         save = Save(order, self.tiers)
-        self._record.began(save)
+        save.line_before = self._last_step, self._rewind_to
         self._last_step, self._rewind_to = step, None
-        del order, snapshot
-        running = self._runtime.start(self._writer.save(save))
-        try:
-            save.copied.result(self._settings.block_timeout)
-        except TimeoutError:
-            running.cancel()
-            log.error("step %d was skipped: save() blocked for %s s", step, self._settings.block_timeout)
-        except BaseException:
-            running.cancel()
-            raise
-        save.blocked_seconds = self._clock.monotonic() - began
-        self._saves = [s for s in self._saves if not s.settled] + [save]
         return save
 
     def _check_writable(self) -> None:
@@ -164,6 +194,8 @@ class CheckpointStore:
         """The step to rewind to before saving `step`, if any."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"a step is an integer from 0, not {step!r}")
+        while self._saves and self._saves[-1].failed and (before := self._saves.pop().line_before) is not None:
+            self._last_step, self._rewind_to = before
         if self._last_step is None:
             self._wait(self.catalog.refresh())
             self._last_step = max((a.step for a in self.catalog.newest_first()), default=-1)
@@ -192,8 +224,11 @@ class CheckpointStore:
 
     def _note_base(self, step: int) -> None:
         newest = max((a.step for a in self.catalog.newest_first()), default=step)
-        self._last_step = max(newest, self._last_step if self._last_step is not None else newest)
-        self._rewind_to = step
+        with self._ordering:
+            self._last_step = max(newest, self._last_step if self._last_step is not None else newest)
+            self._rewind_to = step
+            for save in self._saves:
+                save.line_before = None
 
     # -- restoring -----------------------------------------------------------------------
 
@@ -226,7 +261,7 @@ class CheckpointStore:
             left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
             return self._wait(work, left, "restore")
 
-        self._settle()
+        self._settle(timeout)
         wish = Wish(state, step, strict, rename, allow_pickle)
         self._restores += 1
         group = f"stepwell/{self.run}/{self._settings.open_number}/{job.restarts}/restore-{self._restores}"
@@ -239,11 +274,16 @@ class CheckpointStore:
             self._runtime.loop.call_soon_threadsafe(self._writer.repair, done.bad, done.record)
         return done.checkpoint
 
-    def _settle(self) -> None:
-        """Waits for this store's own saves, so that a restore sees them. Their errors are their own."""
+    def _settle(self, timeout: float | None = None) -> None:
+        """Waits until this store's own saves are on some tier, so that a restore sees them. Their errors are their own."""
+        deadline = None if timeout is None else self._clock.monotonic() + timeout
         for save in self._saves:
-            with contextlib.suppress(SaveFailed):
-                save.wait(self._chain.first.info.name)
+            for tier in self.tiers:
+                left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
+                with contextlib.suppress(NotPlanned):
+                    with contextlib.suppress(SaveFailed, WaitTimeout):
+                        save.wait(tier.info.name, timeout=left)
+                    break
 
     def prefetch(self, refs: Ref | Sequence[Ref], to: str = "host") -> Prefetch:
         """Brings checkpoints up before they are asked for; returns at once, with a handle for progress, wait, cancel.
@@ -257,8 +297,7 @@ class CheckpointStore:
         if tier is None:
             names = ", ".join(t.info.name for t in self.tiers)
             raise ConfigError(f"there is no tier {to!r}", todo=f"The tiers are {names}")
-        if self._closed or self._pid != os.getpid():
-            raise StoreClosed("the store is closed", todo="Open it again", run=self.run)
+        self._check_open()
         return start_prefetch(self, self._runtime, self._chain, self._writer, wanted, tier)
 
     # -- looking -------------------------------------------------------------------------
@@ -312,18 +351,6 @@ class CheckpointStore:
 
         self._wait(down())
 
-    @property
-    def exit_timeout(self) -> float:
-        """The longest that leaving the interpreter waits for this store, in seconds."""
-        return self._settings.exit_timeout
-
-    def newest_words(self) -> str:
-        """Where the newest copy is, in words, as far as is known without asking any tier."""
-        newest = {tier: step for tier, step in self._chain.catalog.newest_steps().items()}
-        if not newest:
-            return f"run {self.run} has no committed checkpoint"
-        return f"newest checkpoint of run {self.run}: " + ", ".join(f"step {s} on {t}" for t, s in newest.items())
-
     def status(self) -> StoreStatus:
         """Tiers, backlog, health, last errors, and the newest durable step of each tier, as of now. No I/O."""
         return self._wait(status_of(self._chain, self._writer, self._record))
@@ -335,18 +362,14 @@ class CheckpointStore:
 
         At most `timeout` seconds (default `exit_timeout`); what is not there by then is left to the next store that
         opens the run. Raises SaveFailed if the newest save failed, WaitTimeout if it is not on the last tier in time.
+        After Ctrl-C the store is still open; leaving the interpreter then waits for it once more.
         """
-        if self._closed or self._pid != os.getpid():
-            return
-        limit = self._settings.exit_timeout if timeout is None else timeout
-        try:
-            finish(self._runtime, self._writer, self._saves, limit)
-        finally:
-            stopping = self._runtime.start(stop(self._writer, self.tiers))
-            self._closed = True
-            open_stores.discard(self)
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                stopping.result(STOP_S)
+        if self._pid == os.getpid() and not self.ending.closed:
+            self.ending.close(self._newest, self._settings.exit_timeout if timeout is None else timeout)
+
+    def leave(self) -> concurrent.futures.Future[None]:
+        """Starts to close, for the interpreter's exit to wait for."""
+        return self.ending.leave(self._newest)
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -356,15 +379,16 @@ class CheckpointStore:
     ) -> None:
         if error is None:
             self.close()
-            return
-        with contextlib.suppress(StepwellError):  # the error under way matters more
-            self.close()
+        elif self._pid == os.getpid() and not self.ending.closed:
+            self.ending.close_after_error(self._newest)
 
     def __repr__(self) -> str:
         tiers = " -> ".join(tier.info.name for tier in self.tiers)
-        return f"<CheckpointStore run {self.run!r}, mode {self.mode!r}, {tiers}{', closed' if self._closed else ''}>"
+        closed = ", closed" if self.ending.closed else ""
+        return f"<CheckpointStore run {self.run!r}, mode {self.mode!r}, {tiers}{closed}>"
 
     def __del__(self) -> None:
         """A store that is dropped without being closed finishes its saves and frees its threads and files."""
-        if not getattr(self, "_closed", True) and self._pid == os.getpid():
-            leave_behind(self._runtime, self._writer, self.tiers)
+        ending = getattr(self, "ending", None)  # it is not there if opening failed
+        if ending is not None and self._pid == os.getpid():
+            ending.drop(self._newest)

@@ -257,8 +257,8 @@ class Arena:
         return True
 
     def filled(self, slot: Slot) -> None:
-        """Its bytes are there, and good."""
-        if slot.chunk is not None:
+        """Its bytes are there, and good. Idempotent; nothing for a slot that only passes."""
+        if slot.chunk is not None and not slot.filled:
             slot.filled = True
             self._clean += not slot.dirty
             self._index.filled(slot.index)

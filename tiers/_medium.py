@@ -121,22 +121,25 @@ class Medium:
         cache = await calls.call(SpeedCache)
         key = await calls.call(cache.key, calls.root)
         known = await self._ask_cache(calls, cache.get, key)
-        if known is not None or not measure:
+        if not measure or (known is not None and known.settled):
             return known
         if (await calls.call(_folders.space, calls.root)).free_bytes < MEASURE_FREE_BYTES_MIN:
-            return None
+            return known
         probe = SpeedProbe(calls.root)
         buffered = self._make("p", "threads", READ_BUFFERED)
         try:
             await calls.call(probe.open)
             speed = await probe.measure(self.writer, self.reader, buffered)
         except OSError:
-            return None  # full or odd: reading stays direct, and the next start tries again
+            return known  # full or odd: the next start tries again
         finally:
             self._drop_last()
             await calls.call(probe.remove)
-        if speed is not None:
-            await self._ask_cache(calls, cache.put, key, speed)
+        if speed is None:
+            return known
+        if known is not None:
+            speed = speed.merged(known)
+        await self._ask_cache(calls, cache.put, key, speed)
         return speed
 
     async def _ask_cache(

@@ -29,9 +29,16 @@ PROBE_FILE_BYTES = 64 << 20
 PROBE_GROUP_BYTES = 16 << 20
 PROBE_JOB_BYTES = 4 << 20
 PROBE_WRITE_S = 0.12
-PROBE_READ_S = 0.08
+PROBE_READ_S = 0.08  # of each way, in all rounds
+PROBE_ROUNDS = 3
 #: buffered reading costs three times the CPU of direct reading: it must be clearly faster
 BUFFERED_ADVANTAGE_MIN = 1.15
+#: rates of one way that differ more from round to round were measured on a busy disk
+STEADY_SPREAD_MAX = 1.5
+#: so close to the threshold, another measurement may say the opposite
+NOISE = 1.15
+#: measurements of a disk whose answer is not clear; then the best of each way decides
+TRIALS_MAX = 3
 CACHE_ENTRIES_MAX = 64
 
 _REFUSES_WRITING = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -152,6 +159,23 @@ class ReadSpeed:
 
     direct_bytes_per_s: float
     buffered_bytes_per_s: float
+    steady: bool = True
+    trials: int = 1
+
+    @property
+    def settled(self) -> bool:
+        """False: the next start had better measure again."""
+        advantage = self.buffered_bytes_per_s / self.direct_bytes_per_s / BUFFERED_ADVANTAGE_MIN
+        return self.trials >= TRIALS_MAX or (self.steady and not 1 / NOISE < advantage < NOISE)
+
+    def merged(self, earlier: ReadSpeed) -> ReadSpeed:
+        """The best of both: other work on the disk only ever makes it slower."""
+        return ReadSpeed(
+            max(self.direct_bytes_per_s, earlier.direct_bytes_per_s),
+            max(self.buffered_bytes_per_s, earlier.buffered_bytes_per_s),
+            self.steady,
+            self.trials + earlier.trials,
+        )
 
     @property
     def buffered_is_faster(self) -> bool:
@@ -186,17 +210,22 @@ class SpeedProbe:
         try:
             region.populate(0, PROBE_JOB_BYTES)
             written, _ = await _sweep(writer, Op.WRITE, self._direct, region, PROBE_FILE_BYTES, PROBE_WRITE_S)
-            rates = []
-            for engine, descriptor in ((direct, self._direct), (buffered, self._plain)):
-                self._forget_pages()
-                moved, seconds = await _sweep(engine, Op.READ, descriptor, region, written, PROBE_READ_S)
-                if not moved:
-                    return None
-                rates.append(moved / seconds)
+            rates: tuple[list[float], list[float]] = [], []
+            left_s = 2 * PROBE_READ_S
+            while left_s > 0 and len(rates[0]) < PROBE_ROUNDS:  # by turns: other work hits both ways alike
+                for way, engine, descriptor in ((0, direct, self._direct), (1, buffered, self._plain)):
+                    self._forget_pages()
+                    limit_s = PROBE_READ_S / PROBE_ROUNDS
+                    moved, seconds = await _sweep(engine, Op.READ, descriptor, region, written, limit_s)
+                    if not moved:
+                        return None
+                    rates[way].append(moved / seconds)
+                    left_s -= seconds
             self._forget_pages()
         finally:
             region.close()
-        return ReadSpeed(*rates)
+        steady = all(max(way) <= STEADY_SPREAD_MAX * min(way) for way in rates)
+        return ReadSpeed(max(rates[0]), max(rates[1]), steady)
 
     def _forget_pages(self) -> None:
         os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -246,8 +275,9 @@ class SpeedCache:
             entry = self._load().get(key)
             if isinstance(entry, dict):
                 try:
-                    speed = ReadSpeed(float(entry["direct_bytes_per_s"]), float(entry["buffered_bytes_per_s"]))
-                    self._memory[key] = speed
+                    rates = float(entry["direct_bytes_per_s"]), float(entry["buffered_bytes_per_s"])
+                    if min(rates) > 0:
+                        self._memory[key] = ReadSpeed(*rates, bool(entry["steady"]), int(entry["trials"]))
                 except (KeyError, TypeError, ValueError):
                     pass
         return self._memory.get(key)

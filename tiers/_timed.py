@@ -50,7 +50,7 @@ class Timed(Wrapper):
             if not scope.expired():
                 raise  # the tier's own
             gone = TierUnavailable(
-                f"Tier {self.info.name} did not answer within {limit_s:g} s",
+                f"Tier {self.info.name} did not answer within {limit_s:.3g} s",
                 todo="See whether its file system or server hangs; what was asked for goes on in the background",
                 call=call,
                 key=str(what) or None,

@@ -187,11 +187,14 @@ class FileTier(Tier):
         refused = self._books.over_capacity(shard, size_bytes, self.info.name)
         if refused:
             return refused
+        committed = self._books.committed.get(shard), self._books.physical.get(shard)
         self._books.reserve(shard, size_bytes)  # before the first await: others must see it
         try:
             made = await self._writers.make(shard, path, size_bytes, resume)
         except OSError as error:
             self._books.forget(shard)
+            if error.errno == errno.EEXIST and committed[0] is not None and committed[1] is not None:
+                self._books.adopt(shard, committed[0], committed[1])  # it is committed, and stays so
             return self._refuse(error, path, size_bytes)
         if isinstance(made, Refused):
             self._books.forget(shard)

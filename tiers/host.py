@@ -13,13 +13,15 @@ import ctypes
 import errno
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from stepwell.errors import CheckpointGone, TierError, TierUnavailable
+from stepwell.errors import CheckpointGone, TierError
 from stepwell.native import Region
-from stepwell.tiers._arena import Arena, Memory, Priority, Slot
+from stepwell.tiers._arena import Arena, Priority, Slot
 from stepwell.tiers._books import Books
 from stepwell.tiers._paths import check_checkpoint, check_record, check_run, check_shard
+from stepwell.tiers._slices import Memory
 from stepwell.tiers.base import (
     CHUNK_BYTES,
     CheckpointKey,
@@ -35,6 +37,7 @@ from stepwell.tiers.base import (
     Tier,
     TierInfo,
     Usage,
+    not_open,
     tier_error,
 )
 
@@ -84,6 +87,8 @@ class HostTier(Tier):
         self._records: dict[RecordKey, bytes] = {}
         self._leased: Counter[tuple[ShardKey, int, Slot]] = Counter()
         self._closed = False
+        #: told of each checkpoint that is not committed here any more, because a chunk of it was evicted
+        self.on_uncommitted: Callable[[CheckpointKey], object] = lambda checkpoint: None
 
     def __repr__(self) -> str:
         return f"<HostTier {self.info.name}: {len(self._books.committed)} shards committed, {self.arena!r}>"
@@ -96,10 +101,11 @@ class HostTier(Tier):
         """Raises the capacity of an arena whose size was not set. Budgets are the caller's business."""
         assert self.grows
         self.arena.grow(capacity_bytes)
+        self.info = replace(self.info, capacity_bytes=self.arena.capacity_bytes)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TierUnavailable("the tier was closed", tier=self.info.name)
+            raise not_open(self.info.name, "closed")
 
     def _error(self, number: int, what: str, shard: ShardKey, **where: Any) -> TierError:
         return tier_error(number, f"Tier {self.info.name}: {what}", key=str(shard), **where)
@@ -138,26 +144,31 @@ class HostTier(Tier):
         for chunk in chunks:
             size = self._books.reserved.get(chunk.shard)
             if size is None:
-                result = Result(self._error(errno.EINVAL, "cannot write: the shard is not reserved", chunk.shard))
+                result = self._not_reserved(chunk)
             elif chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > size:
                 result = Result(self._error(errno.EINVAL, f"cannot write past the {size} bytes reserved", chunk.shard))
             else:
-                await self._copy_in(chunk, size)
-                result = Result()
-            if chunk.signal is not None:
-                chunk.signal.fire(result.error is None)
+                result = await self._copy_in(chunk, size)
             results.append(result)
         return results
 
-    async def _copy_in(self, chunk: ChunkIO, size: int) -> None:
+    def _not_reserved(self, chunk: ChunkIO) -> Result:
+        return Result(self._error(errno.EINVAL, "cannot write: the shard is not reserved", chunk.shard))
+
+    async def _copy_in(self, chunk: ChunkIO, size: int) -> Result:
         slot_bytes = self.arena.slot_bytes
         done = 0
         while done < chunk.length:
+            if self._books.reserved.get(chunk.shard) != size:  # aborted meanwhile
+                return self._not_reserved(chunk)
             number, within = divmod(chunk.offset + done, slot_bytes)
             part = min(chunk.length - done, slot_bytes - within)
             slot = self.arena.find(chunk.shard, number)
             if slot is None:
                 slot = await self.arena.acquire(Priority.SNAPSHOT, kept=True)
+                if self._books.reserved.get(chunk.shard) != size:
+                    self.arena.release(slot)
+                    return self._not_reserved(chunk)
                 self.arena.place(slot, chunk.shard, number, min(slot_bytes, size - number * slot_bytes))
                 self.arena.view(slot, slot_bytes)[:] = bytes(slot_bytes)
                 self.arena.filled(slot)
@@ -165,6 +176,7 @@ class HostTier(Tier):
             self.arena.release(slot)
             done += part
             await asyncio.sleep(0)
+        return Result()
 
     async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
         self._check_open()
@@ -174,6 +186,10 @@ class HostTier(Tier):
         for each in shards:
             if self._books.reserved.get(each.shard) != each.size_bytes:
                 raise self._error(errno.EINVAL, "cannot commit: the shard is not reserved", each.shard)
+            here = len(self.arena.chunks(each.shard))
+            if here < self._slots(each.size_bytes):  # the system gave less memory than was promised
+                what = f"cannot commit: {here} of {self._slots(each.size_bytes)} chunks are here"
+                raise self._error(errno.ENOSPC, what, each.shard)
         for each in shards:
             self._books.commit(each.shard)
         self._records[record] = bytes(data)
@@ -208,7 +224,10 @@ class HostTier(Tier):
     def _lost(self, shard: Hashable) -> None:
         """A chunk was evicted: its checkpoint is not whole here any more."""
         if isinstance(shard, ShardKey):
+            was_here = shard in self._books.committed
             self._uncommit(shard.checkpoint)
+            if was_here:
+                self.on_uncommitted(shard.checkpoint)
 
     def _uncommit(self, checkpoint: CheckpointKey) -> None:
         inside = f"{checkpoint.attempt}/"
@@ -224,15 +243,14 @@ class HostTier(Tier):
         results = []
         for chunk in chunks:
             results.append(self._copy_out(chunk))
-            if chunk.signal is not None:
-                chunk.signal.fire(results[-1].error is None)
             await asyncio.sleep(0)
         return results
 
     def _copy_out(self, chunk: ChunkIO) -> Result:
         size = self._books.committed.get(chunk.shard, self._books.reserved.get(chunk.shard))
         if size is not None and (chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > size):
-            return Result(self._error(errno.EINVAL, f"cannot read: the shard is truncated at {size}", chunk.shard))
+            what = f"cannot read: the shard is truncated at {size}"
+            return Result(self._error(errno.EINVAL, what, chunk.shard, offset=chunk.offset, length=chunk.length))
         done = 0
         while done < chunk.length:
             number, within = divmod(chunk.offset + done, self.arena.slot_bytes)
@@ -275,7 +293,7 @@ class HostTier(Tier):
         in_flight = sum(self._books.reserved.values())
         return Usage(
             logical_bytes=in_flight + sum(self._books.committed.values()),
-            physical_bytes=self.arena.ready_bytes,
+            physical_bytes=kept,
             in_flight_bytes=in_flight,
             free_bytes=max(0, self.arena.kept_max * self.arena.slot_bytes - kept),
         )

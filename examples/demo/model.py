@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+LENGTH = 64  # bytes of text in one sample
+
 
 def read_text() -> Tensor:
     """About half a megabyte of English, as bytes."""

@@ -33,9 +33,9 @@ def assign(
 ) -> Placement:
     """Matches a saved state with a live one. The parts of `state` are restored, others of the checkpoint ignored.
 
-    strict: for all parts, or part -> bool (default True; ConfigError for a part that is not there). keys: dotted names (fnmatch) that are restored.
-    Raises KeyMismatch, with every difference, before anything is changed; without `strict` the differences are
-    in the placement, and it raises only where nothing at all matches.
+    strict: for all parts, or part -> bool (default True; ConfigError for a part that is nowhere). keys: dotted
+    names (fnmatch) that are restored. Raises KeyMismatch, with every difference, before anything is changed;
+    without `strict` the differences are in the placement, and it raises only where nothing at all matches.
     """
     if not isinstance(state, Mapping):
         raise StateError(f"The state is a {type(state).__qualname__}", todo="Give a dict: part name -> value")
@@ -59,9 +59,9 @@ def _assign(
     refused: list[tuple[Report, str]] = []
     todo: list[tuple[Any, Finisher]] = []
     parts = part_names(state)
-    if not isinstance(strict, bool) and (unknown := set(strict).difference(parts)):
+    if not isinstance(strict, bool) and (unknown := set(strict).difference(parts, checked.parts)):
         raise ConfigError(
-            f"strict names parts that the state does not have: {', '.join(map(repr, unknown))}",
+            f"strict names parts that neither state nor checkpoint has: {', '.join(map(repr, unknown))}",
             todo=f"It has {', '.join(parts)}",
         )
     for part, (key, target) in zip(parts, state.items(), strict=True):

@@ -98,6 +98,7 @@ class CommitContract:
             await save(tier, SHARD, data_of(100))
             with pytest.raises(TierError):
                 await tier.reserve(SHARD, 50)
+            assert (tier.usage().logical_bytes, tier.usage().in_flight_bytes) == (100, 0)
             assert place.peek(SHARD) == data_of(100)
 
         perform(place, scenario)

@@ -117,6 +117,7 @@ class ResumeContract:
             await save(tier, SHARD, data_of(5000))
             with pytest.raises(TierError):
                 await tier.reserve(SHARD, 5000, resume=True)
+            assert tier.usage().logical_bytes == 5000
             assert place.peek(SHARD) == data_of(5000) == await get(tier, SHARD, 5000)
 
         perform(place, scenario)

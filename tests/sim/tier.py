@@ -207,6 +207,7 @@ class SimTier(Tier):
             refused = self._books.over_capacity(shard, size, self.info.name)
             if refused is not None:
                 return refused
+            committed_bytes = self._books.committed.get(shard)
             self._books.reserve(shard, size)
             try:
                 await self._weather.pass_time()
@@ -216,8 +217,10 @@ class SimTier(Tier):
                     self._books.forget(shard)
                     return answer
                 self._end(trouble, shard)
-            except TierError:
+            except TierError as error:
                 self._books.forget(shard)
+                if error.errno == errno.EEXIST and committed_bytes is not None:  # it stays what it was
+                    self._books.adopt(shard, committed_bytes, committed_bytes)
                 raise
             return answer
 

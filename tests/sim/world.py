@@ -188,7 +188,9 @@ class World:
             await process.close(rng.choice((5.0, EXIT_S)))
 
     async def _go_on(self, process: Process) -> int:
-        """Restores; the step to go on from."""
+        """Restores, after its own saves have come to an end; the step to go on from."""
+        for saved in process.saves:
+            await process.wait_durable(saved)
         known = {a for a, there in self.invariants.committed().items() if there}
         try:
             restored = await process.restore()
@@ -304,12 +306,12 @@ class World:
     def _stick(self) -> None:
         medium, weather = self._weather()
         seconds = self.rng.choice((1.0, 20.0, 100.0, 400.0))
-        weather.stuck_until = self.timeline.now + seconds
+        weather.stuck_until = weather.troubled_at = self.timeline.now + seconds
         self.note("stuck", medium.name, seconds)
 
     def _slow(self) -> None:
         medium, weather = self._weather()
-        weather.slow_until = self.timeline.now + self.rng.choice((10.0, 100.0))
+        weather.slow_until = weather.troubled_at = self.timeline.now + self.rng.choice((10.0, 100.0))
         self.note("slow", medium.name)
 
     def _change_weather(self) -> None:
@@ -362,8 +364,9 @@ class World:
         """Nothing goes wrong any more; who lives comes to an end."""
         self.note("calm")
         calm_at = self.timeline.now
-        for _, weather in self.places.values():
+        for medium, weather in self.places.values():
             weather.clear_up()
+            medium.room_bytes = None
         if self.rng.random() < 0.5:
             for process in self.alive:
                 self.kill(process)
@@ -401,8 +404,6 @@ class World:
     def _check_end(self) -> None:
         """In calm weather the newest good checkpoint comes back, and saving goes on and reaches the last tier."""
         self._check_newest(reads_only=True)
-        for medium in self.media:
-            medium.room_bytes = None
         writer = self.spawn(self.train_one)
         self._wait_for(writer)
         if writer.failure is not None:

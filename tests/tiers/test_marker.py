@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,8 @@ def test_the_first_write_leaves_a_sealed_marker(root: Path, home: Path) -> None:
     assert re.fullmatch("[0-9a-f]{32}", marker["tier_id"]) and marker["format"] == 1
     unsealed = data.replace(marker["seal"].encode(), b"00000000")
     assert crc32c(unsealed) == int(marker["seal"], 16)
-    use_again = (root / MARKER_NAME).read_bytes
     on(pfs(root), lambda tier: save(tier, NEW, data_of(10)))
-    assert use_again() == data
+    assert (root / MARKER_NAME).read_bytes() == data
 
 
 @pytest.mark.parametrize("first", ["reserve", "commit", "beat"])
@@ -234,7 +234,7 @@ def test_what_is_not_mounted_any_more_is_neither_written_nor_taken_for_empty(roo
         reservation = await put(tier, NEW, data_of(10))
         unmount(root)
         other = RecordKey("run", "epochs/2.json")
-        calls = {
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
             "reserve": lambda: tier.reserve(NEW, 10),
             "commit": lambda: tier.commit(other, b"{}", shards=[reservation]),
             "beat": lambda: tier.beat(BEAT, b"1"),

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from stepwell.native import AsyncEngine
-from stepwell.tiers import _medium
-from stepwell.tiers._probe import PROBE_READ_S, ReadSpeed, SpeedCache, SpeedProbe, direct_alignment, probe_access
+from stepwell.tiers import _medium, _probe
+from stepwell.tiers._probe import (
+    PROBE_READ_S,
+    TRIALS_MAX,
+    ReadSpeed,
+    SpeedCache,
+    SpeedProbe,
+    direct_alignment,
+    probe_access,
+)
 from stepwell.tiers.file import FileTier
 from tests.contract.suite import SHARD, data_of, get, save
 from tests.tiers.helpers import disk, on, tree
@@ -69,6 +77,44 @@ def test_it_is_measured_once_a_machine_and_disk(tmp_path: Path, home: Path, monk
     assert on(FileTier(tmp_path / "c"), ways).startswith("buffered")
     assert measuring.count == 1
     assert len(json.loads((home / "stepwell" / "probe.json").read_text())) == 1
+
+
+@pytest.mark.parametrize("unclear", [ReadSpeed(1e9, 1.1e9), ReadSpeed(1e9, 1.3e9), ReadSpeed(1e9, 2e9, steady=False)])
+def test_an_unclear_answer_is_asked_for_again_but_not_for_ever(
+    tmp_path: Path, unclear: ReadSpeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring = Measuring(monkeypatch, unclear)
+    for number in range(TRIALS_MAX + 2):
+        monkeypatch.setattr(SpeedCache, "_memory", {})  # another process
+        on(FileTier(tmp_path / str(number)), ways)
+    assert measuring.count == TRIALS_MAX
+
+
+def test_the_best_of_each_way_decides() -> None:
+    busy, quiet = ReadSpeed(0.5e9, 2e9, steady=False), ReadSpeed(3e9, 1.5e9)
+    assert busy.buffered_is_faster and not busy.settled
+    both = quiet.merged(busy)
+    assert both == ReadSpeed(3e9, 2e9, steady=True, trials=2) and both.settled and not both.buffered_is_faster
+
+
+def test_a_measurement_on_a_busy_disk_is_not_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([(64 << 20, 0.1), *[(16 << 20, seconds) for seconds in (0.02, 0.01, 0.005, 0.01, 0.02, 0.01)]])
+
+    async def sweep(*arguments: object) -> tuple[int, float]:
+        return next(answers)
+
+    monkeypatch.setattr(_probe, "_sweep", sweep)
+
+    async def scenario(tier: FileTier) -> None:
+        probe = SpeedProbe(str(tmp_path))
+        try:
+            probe.open()
+            speed = await probe.measure(tier._medium.writer, tier._medium.reader, tier._medium.reader)
+        finally:
+            probe.remove()
+        assert speed == ReadSpeed((16 << 20) / 0.005, (16 << 20) / 0.01, steady=False)
+
+    on(disk(tmp_path), scenario)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', "{", "\0"])

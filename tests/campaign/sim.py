@@ -1,0 +1,85 @@
+"""Many simulated histories: the real mover, catalog, commit protocol and policies, on a virtual clock, with everything
+going wrong that can. See `tests.sim.world`.
+
+Resumable: with `--state FILE` the seeds that are done are kept there, and a second start goes on after them. Seeds
+that fail are printed at once, and in the result; they belong into tests/sim/seeds.json.
+
+    python -m tests.campaign.sim --seeds 20000 --first 0 --state build/campaign/sim.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+from tests.sim.world import run_seed
+
+#: seeds handed to a worker at once, and between two writes of the state
+BATCH = 50
+
+
+def run_batch(first: int) -> dict[str, object]:
+    """One batch of seeds: totals, and what failed."""
+    events = saves = kills = 0
+    failed: dict[str, str] = {}
+    for seed in range(first, first + BATCH):
+        try:
+            outcome = run_seed(seed)
+        except Exception as error:
+            failed[str(seed)] = f"{type(error).__name__}: {error}"
+            print(f"seed {seed} is WRONG: {error}", file=sys.stderr)
+            continue
+        events, saves, kills = events + outcome.events, saves + outcome.saves, kills + outcome.kills
+    return {"first": first, "events": events, "saves": saves, "kills": kills, "failed": failed}
+
+
+def load(state: Path | None) -> dict[int, dict[str, object]]:
+    """Batches that an earlier start has finished, by their first seed."""
+    if state is None or not state.exists():
+        return {}
+    return {int(first): batch for first, batch in json.loads(state.read_text()).items()}
+
+
+def run(first: int, seeds: int, workers: int, state: Path | None = None) -> dict[str, object]:
+    """All batches that are not done yet; returns the totals of all."""
+    began = time.monotonic()
+    done = load(state)
+    todo = [at for at in range(first, first + seeds, BATCH) if at not in done]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for batch in pool.imap_unordered(run_batch, todo):
+            done[int(str(batch["first"]))] = batch
+            if state is not None:
+                temporary = state.with_suffix(".tmp")
+                temporary.write_text(json.dumps(done))
+                temporary.replace(state)
+    batches = [done[at] for at in range(first, first + seeds, BATCH)]
+    failed = {seed: why for batch in batches for seed, why in dict(batch["failed"]).items()}  # type: ignore[call-overload]
+    return {
+        "trial": "simulation",
+        "seeds": len(batches) * BATCH,
+        "first": first,
+        "wrong": len(failed),
+        "failed": failed,
+        **{name: sum(int(str(batch[name])) for batch in batches) for name in ("events", "saves", "kills")},
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20_000, help=f"how many; rounded up to a multiple of {BATCH}")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--state", type=Path, help="where to keep what is done, so that a second start goes on")
+    args = parser.parse_args()
+    result = run(args.first, args.seeds, args.workers, args.state)
+    print(json.dumps(result))
+    sys.exit(1 if result["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()

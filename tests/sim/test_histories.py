@@ -1,0 +1,62 @@
+"""Two hundred histories, those that failed once, and proof that the simulation would find what it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.model import Broken
+from tests.sim.mutations import MUTATIONS, mutated
+from tests.sim.world import EVENTS_MIN, run_seed
+
+SEEDS, BATCH = 200, 10
+#: seeds that found a bug once; a campaign's failures belong here
+KEPT = json.loads((Path(__file__).parent / "seeds.json").read_text())
+#: seeds after which a planted bug must have been found
+MUTANT_SEEDS = 400
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_histories(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        assert run_seed(seed).events >= EVENTS_MIN
+
+
+@pytest.mark.parametrize("seed", KEPT)
+def test_histories_that_failed_once(seed: int) -> None:
+    assert run_seed(seed).events >= EVENTS_MIN
+
+
+def test_histories_are_busy() -> None:
+    """A simulation in which nothing happens finds nothing."""
+    outcomes = [run_seed(seed) for seed in range(1000, 1020)]
+    assert sum(outcome.saves for outcome in outcomes) > 100
+    assert sum(outcome.acknowledged for outcome in outcomes) > 50
+    assert sum(outcome.kills for outcome in outcomes) > 40
+
+
+def test_a_seed_is_one_history() -> None:
+    """Also in another process, where strings hash differently."""
+    code = "from tests.sim.world import run_seed; print([run_seed(seed).trace for seed in range(5)])"
+    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
+    other = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    here = [run_seed(seed).trace for seed in range(5)]
+    assert other.stdout.strip() == str(here), other.stderr
+    assert len(set(here)) == 5
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_bugs_are_found(name: str) -> None:
+    with mutated(name):
+        for seed in range(MUTANT_SEEDS):
+            try:
+                run_seed(seed)
+            except Broken:
+                return
+    raise AssertionError(f"{MUTANT_SEEDS} histories did not show this bug: {name}")
