@@ -116,8 +116,9 @@ class Edge:
             if waiter.future.done() and not waiter.future.cancelled():
                 self._leave(waiter.number, size_bytes, False)
             else:
-                self._queue.remove(waiter)
-                heapq.heapify(self._queue)
+                if waiter in self._queue:
+                    self._queue.remove(waiter)
+                    heapq.heapify(self._queue)
                 self._admit()  # what comes after it may be smaller
             raise
         return Turn(self, waiter.number, size_bytes)
@@ -126,6 +127,9 @@ class Edge:
         now = asyncio.get_running_loop().time()
         while self._queue:
             waiter = self._queue[0]
+            if waiter.future.done():  # cancelled, and its task has not run since
+                heapq.heappop(self._queue)
+                continue
             if self._in_flight_bytes and self._in_flight_bytes + waiter.size_bytes > self._bound_bytes():
                 return
             if self._pace is not None:

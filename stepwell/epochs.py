@@ -32,6 +32,8 @@ from stepwell.tiers.base import RecordKey, Tier
 STILL_S = 60.0
 #: between two heartbeats; several fit into STILL_S, so that one late write costs no run
 BEAT_S = 10.0
+#: between two looks at another writer's heartbeat
+LOOK_S = BEAT_S / 4
 
 #: tokens of the epochs that stores of this process hold now
 _held_here: set[str] = set()
@@ -169,10 +171,13 @@ class Writership:
             return  # never whole: its writer died while taking it
         beat = await self._read_beat(epoch)
         verdict = judge(old, beat, self._me)
-        began = self.clock.monotonic()
-        while verdict == "watch" and self.clock.monotonic() - began < STILL_S:
-            await self.clock.sleep(min(BEAT_S, STILL_S) / 4)
+        watched, last = 0.0, self.clock.monotonic()
+        while verdict == "watch" and watched < STILL_S:
+            await self.clock.sleep(LOOK_S)
             now = await self._read_beat(epoch)
+            # a look that took long tells little: the medium hung, for the old writer, too, or this process stood still
+            moment = self.clock.monotonic()
+            watched, last = watched + min(moment - last, 2 * LOOK_S), moment
             if now is not None and now.token == old.token and now.state == "closed":
                 return
             if (now and now.count) != (beat and beat.count):

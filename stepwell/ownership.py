@@ -132,6 +132,8 @@ class Ownership:
         """
         keep = set(wanted)
         for debris in self._chain.catalog.debris:
+            if self.writership.lost or not await self.writership.still_ours():
+                return  # what is debris is for the next one to say
             if debris.late or debris.attempt.epoch >= self.writership.epoch or (debris.attempt, debris.tier) in keep:
                 continue
             log.warning(

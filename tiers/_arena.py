@@ -349,6 +349,7 @@ class Arena:
         self._memory.close()
         self._slots.clear()
         self._free.clear()
+        self._cached.clear()  # a reader that still knows this arena must not find chunks whose memory is gone
         return True
 
     def __repr__(self) -> str:

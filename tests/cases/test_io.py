@@ -267,6 +267,17 @@ def test_G12_stores_leave_no_threads_and_no_files(tmp_path: Path, way: str) -> N
     assert settled((threads + 4, files + 4)), threads_and_files()
 
 
+def test_G12_what_a_closed_store_held_in_memory_is_not_looked_for_there(tmp_path: Path) -> None:
+    weight = torch.arange(5_000_000)
+    store = stepwell.open(tmp_path / "run")
+    store.save(1, {"w": weight}).wait()
+    store.close()
+    for keys in ("*", "w", {"w": slice(0, 5_000_000)}):
+        assert torch.equal(stepwell.load(tmp_path / "run", keys=keys)["w"], weight)  # the store object still exists
+    with pytest.raises(stepwell.StoreClosed):
+        store.restore({"w": weight})
+
+
 def test_G12_event_loops_leave_nothing(tmp_path: Path) -> None:
     async def once(step: int) -> None:
         await store.save(step, {"w": torch.ones(10)})

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import stepwell
+from stepwell.format.names import Attempt
+from stepwell.tiers.base import CheckpointKey
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import only_step
 
@@ -89,15 +91,26 @@ def test_C5_saves_after_a_rewind_are_not_older_than_what_they_left_behind(tmp_pa
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [610, 620]
 
 
-def test_C3_the_old_goes_only_when_the_new_is_safe(tmp_path: Path) -> None:
-    """Looked at from the side while saves and their flushes are under way."""
+def test_C3_the_old_goes_only_when_the_new_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies on each tier is looked at whenever something is deleted there."""
     file = config(tmp_path, near="retain = { last = 1 }", far="retain = { last = 1 }")
+    dropped: list[tuple[str, int, list[int]]] = []
+    drop = FileTier.drop
+
+    async def seen(tier: FileTier, what: Sequence[Any]) -> None:
+        for key in what:
+            attempt = Attempt.parse(key.attempt) if isinstance(key, CheckpointKey) else None
+            if attempt is not None:
+                dropped.append((tier.info.name, attempt.step, steps_of(tmp_path / tier.info.name)))
+        await drop(tier, what)
+
+    monkeypatch.setattr(FileTier, "drop", seen)
     with stepwell.open(file, run="run") as store:
-        store.save(1, state(1, 2_000_000)).wait("far")
-        for step in range(2, 8):
-            save = store.save(step, state(step, 2_000_000))
-            while not save.done("far"):
-                assert steps_of(tmp_path / "near") and steps_of(tmp_path / "far")
+        for step in range(1, 8):
+            store.save(step, state(step, 2_000_000))
+    assert {name for name, _, _ in dropped} == {"near", "far"}
+    for name, step, there in dropped:
+        assert max(there) > step, f"step {step} is deleted from {name}, which has {there}"
     assert steps_of(tmp_path / "far") == steps_of(tmp_path / "near") == [7]
 
 

@@ -220,6 +220,19 @@ def test_B15_nothing_keeps_the_state_after_a_save(tmp_path: Path) -> None:
         assert report.error is None
 
 
+def test_B15_a_failed_save_keeps_nothing_either(tmp_path: Path) -> None:
+    disk = FileTier(tmp_path / "disk", name="disk", capacity_bytes=1_000_000)
+    weight = torch.ones(1_000_000)
+    alive = weakref.ref(weight)
+    with pytest.raises(stepwell.SaveFailed) as caught, stepwell.open(tiers=[disk], run="run") as store:
+        save = store.save(1, {"w": weight})
+        del weight
+        save.wait()
+    caught.value.__traceback__ = None
+    gc.collect()
+    assert alive() is None
+
+
 def test_B22_a_save_says_how_long_it_blocked_and_how_long_it_took(tmp_path: Path) -> None:
     """The training thread is held up only while it is inside save(): the rest needs neither it nor the GIL."""
     tier = Throttled(FileTier(tmp_path / "disk", name="disk"), 20e6, time.monotonic, asyncio.sleep)

@@ -271,9 +271,13 @@ class Invariants:
         attempt, saved = Attempt.parse(folder), self.model.find(folder)
         if attempt is None or saved is None:
             return
+        copies = [other for other in self.committed().get(attempt, []) if not any(self._bad_blocks(saved, [other]))]
         if self._has_enough(medium, attempt):  # as retention may
             saved.acked.discard(medium.name)
             saved.acked -= {other.name for other in self.media if self._has_enough(other, attempt)}
+        elif medium.name in saved.acked and copies:  # what is removed for repair is safe on another tier
+            saved.acked.discard(medium.name)
+            saved.acked |= {other.name for other in copies}
         elif medium.name not in saved.acked:
             counted_on = attempt.epoch < self.seen_epoch and folder in self._seen
             if counted_on and attempt not in self.committed():

@@ -26,7 +26,7 @@ from stepwell.format.names import Attempt
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job
 from tests.sim.invariants import Invariants
-from tests.sim.loop import SimLoop, Timeline
+from tests.sim.loop import SimLoop, Stuck, Timeline
 from tests.sim.medium import Medium
 from tests.sim.model import Broken, Model, Saved
 from tests.sim.process import CHUNK_BYTES, RUN, Process, Restored, Setup
@@ -191,13 +191,16 @@ class World:
         """Restores, after its own saves have come to an end; the step to go on from."""
         for saved in process.saves:
             await process.wait_durable(saved)
-        known = {a for a, there in self.invariants.committed().items() if there}
+        known = set(self.invariants.committed())
+        late = {saved.attempt for saved in self.model.saves} - known
         try:
             restored = await process.restore()
         except NoGoodCheckpoint:  # somebody looked, and lets it go on without
             self.note("nothing good", process.pid)
             return process.last_step
         self.check_restored(process, restored, known)
+        if restored is not None and restored.attempt in late and not self.invariants.counts(restored.attempt):
+            raise Broken(f"{process} restored {restored.attempt.folder}, which a takeover had passed over")
         return 0 if restored is None else restored.attempt.step
 
     async def _flush(self, process: Process) -> None:
@@ -295,10 +298,12 @@ class World:
 
     def _pause_one(self) -> None:
         if self.alive:
-            process, seconds = self.rng.choice(self.alive), self.rng.choice((1.0, 30.0, 90.0, 200.0))
+            process, seconds = self.rng.choice(self.alive), self.rng.choice((1.0, 30.0, 65.0, 90.0, 200.0))
             self.note("pause", process.pid, seconds)
             process.paused_at = self.timeline.now + seconds
             process.loop.pause(seconds)
+            if self.rng.random() < 0.7:
+                self._start_one()  # whoever waits for the run gets it meanwhile
 
     def _weather(self) -> tuple[Medium, Weather]:
         return self.rng.choice(list(self.places.values()))
@@ -397,9 +402,14 @@ class World:
     def _check_ended(self, process: Process) -> None:
         """A process that came to its end holds nothing any more, once what hung has ended, too."""
         until = self.timeline.now + CALM_S
-        self.timeline.run_until(lambda: not process.arena.in_use or self.timeline.now > until)
+        with contextlib.suppress(Stuck):
+            self.timeline.run_until(lambda: not process.arena.in_use or self.timeline.now > until)
         if process.arena.in_use:
             raise Broken(f"{process} has ended with {process.arena!r}")
+        with process.loop.running():
+            edges = [edge.statistics() for edge in process.mover.edges.all()]
+        if any(edge.in_flight_bytes or edge.queued for edge in edges):
+            raise Broken(f"{process} has ended with {edges}")
 
     def _check_end(self) -> None:
         """In calm weather the newest good checkpoint comes back, and saving goes on and reaches the last tier."""
