@@ -102,7 +102,9 @@ class Ending:
         try:
             wait_with_line({finishing: self.run}, self.exit_timeout_s + _GRACE_S)
             self.tell(finishing)
-            self._stop(*((PATIENCE_S, STOP_S) if finishing.done() and not finishing.exception() else (HURRY_S, LEAVE_S)))
+            self._stop(
+                *((PATIENCE_S, STOP_S) if finishing.done() and not finishing.exception() else (HURRY_S, LEAVE_S))
+            )
         except KeyboardInterrupt:
             self.abandon()
 

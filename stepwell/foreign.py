@@ -10,10 +10,10 @@ import msgspec
 
 from stepwell import refs
 from stepwell.catalog import Catalog, Holding
+from stepwell.describing import describe_all
 from stepwell.errors import CorruptData, FormatError
 from stepwell.format.names import MANIFEST, Attempt
 from stepwell.format.records import Manifest, decode
-from stepwell.restoring import describe
 from stepwell.tiers.base import RecordKey, Tier
 
 
@@ -28,7 +28,7 @@ async def chosen_attempt(catalog: Catalog, select: str, where: str, place: refs.
     newest = catalog.newest_first()
     if select == "latest" and newest:
         return newest[0]
-    found = [await describe(catalog, attempt) for attempt in reversed(newest)]
+    found = await describe_all(catalog, reversed(newest))
     chosen = refs.choose(found, select, where)
     return next(a for a in newest if a.folder == chosen.name)
 

@@ -14,10 +14,11 @@ from stepwell import refs
 from stepwell.catalog import Catalog, Debris
 from stepwell.checkpoint import Checkpoint
 from stepwell.config import Config
+from stepwell.describing import describe
 from stepwell.errors import StepwellError
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import Manifest, RankRecord, ShardRecord, decode
-from stepwell.places import Named, Opened, describe, opened
+from stepwell.places import Named, Opened, opened
 from stepwell.plainfiles import SUFFIX, read_header, weight_files
 from stepwell.tiers.base import RecordKey
 

@@ -48,6 +48,8 @@ def open(
     """
     if mode not in ("w", "r"):
         raise ConfigError(f"mode={mode!r}", todo="Use 'w' to save and restore, 'r' to read")
+    if target is not None and not os.fspath(target):
+        raise ConfigError("the target is empty", todo="Name the run's folder, such as 'ckpts/my-run'")
     if target is not None and tiers is not None:
         raise ConfigError("give either the run's folder or tiers", todo="stepwell.open('ckpts/my-run')")
     settings: dict[str, Any] = {}
@@ -75,6 +77,8 @@ def open(
 
 def _folder(target: Path, run: str | None, mode: str, host: str | int | None) -> tuple[str, list[Tier]]:
     path = target.expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"not a folder: {path}", todo="A run is a folder; give another path")
     if run is not None:
         raise ConfigError("a folder already names the run", todo=f"Leave out run={run!r}, or open {path / run}")
     if not path.parent.is_dir():

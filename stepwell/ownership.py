@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 from stepwell.chain import Chain
 from stepwell.commit import Committer
@@ -125,16 +125,17 @@ class Ownership:
     def committed(self, attempt: Attempt) -> None:
         self._before.pop(attempt.folder, None)
 
-    async def clean(self, wanted: Iterable[tuple[Attempt, str]]) -> None:
+    async def clean(self, busy: set[tuple[str, str]], wanted: Callable[[], Collection[tuple[str, str]]]) -> None:
         """Frees what killed saves left: attempts of older epochs, whose writers cannot come back.
 
-        wanted: (attempt, tier) of flushes that will go on from what is there.
+        busy: (checkpoint, tier) of copies that are being deleted. wanted: tells of flushes that will go on from
+        what is there.
         """
-        keep = set(wanted)
         for debris in self._chain.catalog.debris:
             if self.writership.lost or not await self.writership.still_ours():
                 return  # what is debris is for the next one to say
-            if debris.late or debris.attempt.epoch >= self.writership.epoch or (debris.attempt, debris.tier) in keep:
+            copy = (debris.attempt.folder, debris.tier)
+            if debris.late or debris.attempt.epoch >= self.writership.epoch or copy in busy or copy in wanted():
                 continue
             log.warning(
                 "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
@@ -142,7 +143,11 @@ class Ownership:
                 debris.tier,
                 debris.size_bytes,
             )
-            await self._chain.named(debris.tier).drop([CheckpointKey(self._chain.run, debris.attempt.folder)])
+            busy.add(copy)
+            try:
+                await self._chain.named(debris.tier).drop([CheckpointKey(self._chain.run, debris.attempt.folder)])
+            finally:
+                busy.discard(copy)
 
     async def close(self) -> None:
         """Gives the run up, so that the next writer need not wait."""

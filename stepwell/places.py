@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from stepwell import refs
 from stepwell.catalog import Catalog, Holding
-from stepwell.checkpoint import Checkpoint, from_manifest
 from stepwell.config import Config, find_config, load_config
+from stepwell.describing import describe_all
 from stepwell.errors import CheckpointNotFound, ConfigError, FormatError, StepwellError
 from stepwell.format.names import EPOCHS, MANIFEST, RUN_FILE, Attempt
 from stepwell.format.records import Manifest, decode
@@ -24,7 +24,6 @@ from stepwell.mover import Mover
 from stepwell.runtime import Runtime
 from stepwell.tiers.base import RecordKey, Tier
 from stepwell.tiers.file import FileTier
-from stepwell.timeline import abandoned
 
 T = TypeVar("T")
 Ref = str | os.PathLike[str]
@@ -214,10 +213,7 @@ async def _chosen(catalog: Catalog, place: refs.Place) -> list[Attempt]:
     current = catalog.newest_first()[::-1]
     if place.select == "latest" and current:
         return current[-1:]
-    found: list[Checkpoint] = []
-    for attempt in current:
-        with suppress(StepwellError):  # one whose manifest is damaged must not hide the others
-            found.append(await describe(catalog, attempt))
+    found = await describe_all(catalog, current)
     name = refs.choose(found, place.select, str(place.folder)).name
     return [attempt for attempt in current if attempt.folder == name]
 
@@ -229,22 +225,6 @@ def uncommitted(folder: Path, late: bool) -> CheckpointNotFound:
     else:
         what = "this save was never committed: it has no manifest.json"
     return CheckpointNotFound(what, todo="Choose another checkpoint of the run", path=str(folder))
-
-
-async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
-    """The checkpoint as users see it. Raises the last tier's error if no tier has a good manifest."""
-    manifest = await catalog.manifest(attempt)
-    tiers, complete_on = [], []
-    for holding in catalog.holdings[attempt]:
-        name = holding.tier.info.name
-        tiers.append(name)
-        try:
-            if (await catalog.manifest(attempt, holding.tier)).complete:
-                complete_on.append(name)
-        except StepwellError:  # it has the checkpoint, but not whole; verify says why
-            continue
-    checkpoint = from_manifest(catalog.run, manifest, tiers, complete_on, abandoned(attempt, catalog.rewinds))
-    return replace(checkpoint, name=attempt.folder)
 
 
 async def renamed_step(catalog: Catalog, tier: Tier, folder: Path) -> Attempt:

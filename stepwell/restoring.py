@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from stepwell.agreement import Agreement, Vote
 from stepwell.catalog import Catalog
-from stepwell.checkpoint import Checkpoint, from_manifest
+from stepwell.checkpoint import Checkpoint
+from stepwell.describing import describe
 from stepwell.errors import CheckpointNotFound, CorruptData, StepwellError, TierError
 from stepwell.format.names import Attempt
 from stepwell.format.records import RankRecord
@@ -19,7 +20,6 @@ from stepwell.reader import OpenCheckpoint, fill, open_checkpoint
 from stepwell.state import Placement, assign
 from stepwell.state.skeleton import part_names
 from stepwell.tiers.base import ShardKey
-from stepwell.timeline import abandoned
 
 log = logging.getLogger("stepwell")
 
@@ -59,20 +59,6 @@ class Restored:
     checkpoint: Checkpoint
     bad: dict[tuple[str, ShardKey], str]  # (tier, shard) -> what was wrong
     record: RankRecord
-
-
-async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
-    """The checkpoint as users see it."""
-    manifest = await catalog.manifest(attempt)
-    tiers, complete_on = [], []
-    for holding in catalog.holdings[attempt]:
-        tiers.append(holding.tier.info.name)
-        try:
-            if (await catalog.manifest(attempt, holding.tier)).complete:
-                complete_on.append(holding.tier.info.name)
-        except StepwellError as error:
-            log.warning("%s", error)
-    return from_manifest(catalog.run, manifest, tiers, complete_on, abandoned(attempt, catalog.rewinds))
 
 
 def restore(

@@ -98,7 +98,9 @@ class Runtime:
         """Runs `work` on the loop; from any thread, also from one that runs an event loop of its own."""
         if self._parked:
             work.close()
-            raise StoreClosed("the interpreter is being left", todo="Save before, or in an atexit handler that is newer")
+            raise StoreClosed(
+                "the interpreter is being left", todo="Save before, or in an atexit handler that is newer"
+            )
         if self.pid != os.getpid():
             work.close()
             raise StoreClosed(

@@ -11,7 +11,7 @@ from stepwell.chain import Chain, Keep, reserve
 from stepwell.commit import rank_record
 from stepwell.errors import NotPlanned, SaveFailed, StepwellError, TierError, TierFull
 from stepwell.format.names import Attempt, rank_file
-from stepwell.format.records import Draft, FileRecord
+from stepwell.format.records import Draft, FileRecord, Manifest
 from stepwell.hostmem import host_budget_bytes, local_ranks
 from stepwell.jobs import Job
 from stepwell.mover import Healing, Reading, ShardJob
@@ -40,6 +40,7 @@ class Saver:
         self.on_named: Callable[[Save, Attempt], object] = lambda save, attempt: None
         self.last_error: TierError | None = None  # of the first storage tier
         self.failing = False  # until a save gets there again
+        self._lost_rewind: int | None = None  # of a save that failed before it could carry it out
 
     async def save(self, save: Save) -> Attempt:
         """Returns once the checkpoint is committed on the first storage tier. Raises what went wrong."""
@@ -112,6 +113,7 @@ class Saver:
         hosted = await self._reserve_host(save, order, jobs, drafted)
         reserved: list[Reservation] = []
         putting: asyncio.Task[None] | None = None
+        publishing: asyncio.Task[Manifest] | None = None
         try:
             reserved += await reserve(first, sizes)
             copied = asyncio.Event()
@@ -134,12 +136,15 @@ class Saver:
                 await asyncio.shield(committed)
             for name, data in order.files.items():
                 await first.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
-            manifest = await self._owner.committer.publish(first, attempt, record, reserved)
+            publishing = asyncio.ensure_future(self._owner.committer.publish(first, attempt, record, reserved))
+            manifest = await asyncio.shield(publishing)
         except BaseException:
             self._owner.failed(attempt)
+            if not mine.done():  # it has given up before its draft: the next one is the first after the rewind
+                self._lost_rewind = order.rewind_to if order.rewind_to is not None else self._lost_rewind
             if putting is not None:
                 putting.cancel()
-            undo = self._keep(self._give_up(key, reserved, order.job, [job.key for job in jobs]))
+            undo = self._keep(self._give_up(key, reserved, order.job, [job.key for job in jobs], publishing))
             await asyncio.wait([undo], timeout=GIVE_UP_S)
             raise
         chain.catalog.add(attempt, first, {job.key.name: job.size for job in jobs}, manifest)
@@ -227,11 +232,20 @@ class Saver:
         raise failure
 
     async def _give_up(
-        self, key: CheckpointKey, reserved: Sequence[Reservation], job: Job, shards: Sequence[ShardKey]
+        self,
+        key: CheckpointKey,
+        reserved: Sequence[Reservation],
+        job: Job,
+        shards: Sequence[ShardKey],
+        publishing: asyncio.Future[Manifest] | None,
     ) -> None:
         """Frees what a failed attempt took. Other ranks' files of it are theirs to free."""
         chain = self._chain
         await chain.mover.settled(shards)
+        if publishing is not None:  # a commit that was begun goes on, and must not land in what was removed
+            await asyncio.wait([publishing])
+            if not publishing.cancelled() and publishing.exception() is None:
+                return
         if chain.host is not None:
             attempt = Attempt.parse(key.attempt)
             assert attempt is not None
@@ -243,6 +257,8 @@ class Saver:
         try:
             for reservation in reserved:
                 await chain.first.abort(reservation)
+            if self._owner.writership.lost or not await self._owner.writership.still_ours():
+                return  # the next writer may count on it already
             await chain.first.drop([key] if job.world == 1 else [record])
         except StepwellError as error:
             log.warning("what a failed save left on %s stays there: %s", chain.first.info.name, error)
@@ -254,7 +270,9 @@ class Saver:
     def _draft(self, order: Order, attempt: Attempt) -> Draft:
         """The manifest's words. Called in the order of saves, so that each one's parent is the one before."""
         owner = self._owner
-        rewind_to = order.rewind_to if order.rewind_to is not None else owner.hidden_base(order.step)
+        rewind_to, self._lost_rewind = order.rewind_to if order.rewind_to is not None else self._lost_rewind, None
+        if rewind_to is None:
+            rewind_to = owner.hidden_base(order.step)
         if rewind_to is not None:
             owner.rewind(rewind_to, attempt)
         parent = owner.next_parent(attempt)

@@ -16,14 +16,15 @@ from stepwell.catalog import Catalog, Debris
 from stepwell.chain import Chain
 from stepwell.checkpoint import Checkpoint
 from stepwell.clock import Clock, SystemClock
+from stepwell.describing import describe_all
 from stepwell.ending import Ending, open_stores
-from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StepExists, StoreClosed, WaitTimeout
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StateError, StepExists, StoreClosed, WaitTimeout
 from stepwell.files import read_sidecars
 from stepwell.jobs import Job, current_job
 from stepwell.mover import Mover
 from stepwell.policies.base import Policy
 from stepwell.prefetching import Prefetch
-from stepwell.restoring import Wish, describe, restore
+from stepwell.restoring import Wish, restore
 from stepwell.runtime import Runtime
 from stepwell.saving import Order, Save, SaveRecord, check_metrics
 from stepwell.settings import Settings
@@ -254,6 +255,12 @@ class CheckpointStore:
         NoGoodCheckpoint with the reasons per step, TierUnavailable, CheckpointNotFound for a `step` that
         does not exist.
         """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise ConfigError(f"a step is an integer, not {step!r}", todo="Leave it out for the newest checkpoint")
+        if not isinstance(state, Mapping):
+            raise StateError(
+                f"the state is a {type(state).__name__}, not a dict of parts", todo='Give restore({"model": model})'
+            )
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         job = current_job()
 
@@ -308,7 +315,7 @@ class CheckpointStore:
         async def listed() -> list[Checkpoint]:
             await self.catalog.refresh()
             wanted = list(self.catalog.holdings) if abandoned else self.catalog.newest_first()
-            return [await describe(self.catalog, attempt) for attempt in sorted(wanted, key=lambda a: (a.step, a))]
+            return await describe_all(self.catalog, sorted(wanted, key=lambda a: (a.step, a)))
 
         return self._wait(listed())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepwell.backoff import Backoff
 from stepwell.chain import Chain, reserve
-from stepwell.errors import ConfigError, NotPlanned, StepwellError, StoreClosed, TierError, TierFull
+from stepwell.errors import CheckpointGone, NotPlanned, StepwellError, StoreClosed, TierError, TierFull
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord
@@ -29,6 +29,9 @@ from stepwell.tiers.host import Priority
 from stepwell.units import format_bytes, format_duration
 
 log = logging.getLogger("stepwell")
+
+#: between two looks whether a copy that is being deleted is gone
+BUSY_LOOK_S = 0.05
 
 
 class RunWriter:
@@ -177,8 +180,7 @@ class RunWriter:
         await self.steering.on(Opened())
         self._keep(self._mender.mend())
         if self.owner.job.leader:
-            wanted = [(goal.attempt, name) for name, flusher in self.flushers.items() for goal in flusher.goals]
-            self._keep(self.owner.clean(wanted))
+            self._keep(self.owner.clean(self.steering.busy, lambda: self.steering.promised))
 
     def _may_drop(self, tier: str) -> bool:
         """Of all ranks that see the tier, the lowest deletes there."""
@@ -213,6 +215,8 @@ class RunWriter:
     async def _flush_once(self, tier: Tier, goal: Goal) -> None:
         """One try. What it has written stays for the next, unless the tier is full."""
         chain, attempt = self._chain, goal.attempt
+        while (attempt.folder, tier.info.name) in self.steering.busy:  # what is left of an earlier try is being removed
+            await chain.clock.sleep(BUSY_LOOK_S)
         healing = Healing()
         record, data = await read_record(chain.catalog, attempt, self.owner.job.rank, healing)
         wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,6 +40,16 @@ READ_BUFFERED = Shape(1 << 20, 4, 4)
 #: the measurement of reading needs a little room, and the cache file one answer within this time
 MEASURE_FREE_BYTES_MIN = 1 << 30
 CACHE_S = 1.0
+
+log = logging.getLogger("stepwell")
+_told: set[str] = set()
+
+
+def _tell_once(reason: str) -> None:
+    """Why this process has no io_uring: one line, however many tiers it opens."""
+    if reason not in _told:
+        _told.add(reason)
+        log.warning("io_uring is not used, threads are: %s", reason)
 
 
 class Medium:
@@ -85,6 +96,8 @@ class Medium:
         self.writer = self._make("w", self._engine, WRITE)
         engine = self._engines[0][0]
         detail = {"access": access.why, "engine": f"{engine.kind}: {engine.reason}"}
+        if engine.kind == "threads" and self._engine == "auto":
+            _tell_once(engine.reason)
         direct_read = access.direct_read and allowed and self._reading != "buffered"
         self.reader = self._make("r", self._engine, READ_DIRECT if direct_read else READ_BUFFERED)
         detail["reading"] = "direct" if direct_read else "buffered"

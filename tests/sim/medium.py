@@ -113,7 +113,9 @@ class Medium:
             for key, record in self.records.items()
             if _folder(key) == (run, folder)
         ]
-        return found + [Found(folder, key.name, file.size) for key, file in self.files.items() if _folder(key) == (run, folder)]
+        return found + [
+            Found(folder, key.name, file.size) for key, file in self.files.items() if _folder(key) == (run, folder)
+        ]
 
     # -- shards --------------------------------------------------------------------------------------
 

@@ -119,9 +119,7 @@ class Process:
     def _tier(self, kind: str, places: dict[str, tuple[Medium, Weather]]) -> Tier:
         if kind == "host":
             size = self.setup.arena_bytes
-            self.host = HostTier(
-                LRU(), size, chunk_bytes=CHUNK_BYTES, memory=self._memory.region, background=False
-            )
+            self.host = HostTier(LRU(), size, chunk_bytes=CHUNK_BYTES, memory=self._memory.region, background=False)
             return self.host
         medium, weather = places[kind]
         shared = kind == "pfs"
@@ -182,6 +180,14 @@ class Process:
 
         with self.loop.running():
             self.loop.create_task(main())
+
+    @property
+    def held(self) -> list[object]:
+        """Slots and turns that somebody still has or waits for."""
+        with self.loop.running():
+            edges = [edge.statistics() for edge in self.mover.edges.all()]
+        held: list[object] = [edge for edge in edges if edge.in_flight_bytes or edge.queued]
+        return [self.arena, *held] if self.arena.in_use else held
 
     # -- what it can do ------------------------------------------------------------------------------
 

@@ -235,6 +235,7 @@ class SimTier(Tier):
             detail = f"{self.info.name}: disk full: {size} bytes needed, {room - taken} free"
             return Refused("full", detail, size, max(0, room - taken))
         file = there if resumed and there is not None else self.medium.create(shard, size, self.node)
+        file.node = self.node  # whose writes come next
         reservation = Reservation(shard, size, resumed=resumed)
         self._open[shard] = _Open(file, reservation)
         return reservation
@@ -324,7 +325,6 @@ class SimTier(Tier):
             opened.closed = True
             await self._weather.pass_time()
             self.medium.sync(opened.file)
-
 
     async def beat(self, record: RecordKey, data: bytes) -> None:
         self._check_open()

@@ -1,0 +1,44 @@
+"""Checkpoints as users see them, from the catalog. Needs no torch: the command line lists with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+from stepwell.catalog import Catalog
+from stepwell.checkpoint import Checkpoint, from_manifest
+from stepwell.errors import CheckpointNotFound, StepwellError
+from stepwell.format.names import Attempt
+from stepwell.timeline import abandoned
+
+log = logging.getLogger("stepwell")
+
+
+async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
+    """One checkpoint. Raises the last tier's error if no tier has a good manifest of it."""
+    manifest = await catalog.manifest(attempt)
+    tiers, complete_on = [], []
+    for holding in list(catalog.holdings.get(attempt, [])):
+        tiers.append(holding.tier.info.name)
+        try:
+            if (await catalog.manifest(attempt, holding.tier)).complete:
+                complete_on.append(holding.tier.info.name)
+        except StepwellError as error:  # it has the checkpoint, but not whole; verify says why
+            log.warning("%s", error)
+    found = from_manifest(catalog.run, manifest, tiers, complete_on, abandoned(attempt, catalog.rewinds))
+    return replace(found, name=attempt.folder)
+
+
+async def describe_all(catalog: Catalog, attempts: Iterable[Attempt]) -> list[Checkpoint]:
+    """Those of the checkpoints that are there: one that was deleted since the scan is left out, and one whose
+    manifest cannot be read is left out with a warning."""
+    found = []
+    for attempt in attempts:
+        try:
+            found.append(await describe(catalog, attempt))
+        except CheckpointNotFound:
+            continue
+        except StepwellError as error:
+            log.warning("%s", error)
+    return found
