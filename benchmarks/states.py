@@ -25,7 +25,9 @@ def ready_store(run: Path, state_bytes: int, host_bytes: int | None = None) -> s
     deadline = time.monotonic() + 60
     while True:
         host = store.status().tier("host")
-        assert host.capacity_bytes is not None
-        if host.used_bytes >= host.capacity_bytes // (8 << 20) * (8 << 20) or time.monotonic() > deadline:
+        assert host.capacity_bytes is not None and host.ready_bytes is not None
+        if host.ready_bytes >= host.capacity_bytes:
             return store
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"only {host.ready_bytes} of {host.capacity_bytes} bytes of host memory became ready")
         time.sleep(0.05)

@@ -72,8 +72,10 @@ class Runtime:
         runtime._parked, parked = True, threading.Event()
 
         def wait_for_ever() -> None:
+            under_way = asyncio.all_tasks()  # held here for ever: tasks that are collected complain
             parked.set()
             threading.Event().wait()
+            del under_way
 
         runtime.loop.call_soon_threadsafe(wait_for_ever)
         parked.wait(PARK_S)

@@ -209,7 +209,7 @@ class Save:
             self.mark_copied()
         for name in self._infos if tiers is None else tiers:
             if not (self._is_on(name) if tiers is not None else self._is_not_planned(name)):
-                failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name)
+                failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name if tiers else None)
                 failed.__cause__ = self._troubles[name] = error
                 self._settle(name, failed)
 

@@ -33,6 +33,7 @@ class TierStatus:
     used_bytes: int
     free_bytes: int | None
     capacity_bytes: int | None
+    ready_bytes: int | None  # of the host tier: memory that has been taken from the system so far
     retry_in_s: float | None
 
 
@@ -89,6 +90,7 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
         used_bytes=usage.physical_bytes,
         free_bytes=usage.free_bytes,
         capacity_bytes=info.capacity_bytes,
+        ready_bytes=chain.host.arena.ready_bytes if tier is chain.host and chain.host is not None else None,
         retry_in_s=max(0.0, flusher.next_try_at - chain.clock.monotonic()) if flusher and flusher.failing else None,
     )
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepwell.tiers.base import Found
 
 #: names that commit a checkpoint begin so; they are deleted first
 MANIFEST_PREFIX = "manifest"
+#: and those from which a later writer commits what a dead one left: gone durably before anything else, too, so that
+#: none comes back after a crash beside shards that were begun anew
+COMMIT_PREFIXES = (MANIFEST_PREFIX, "rank-")
 
 #: over NFS, a deleted file that a reader still has open; the server removes it later
 _OPEN_PREFIX = ".nfs"
@@ -126,6 +130,12 @@ def check_inside(root: str, path: str) -> None:
         raise OSError(errno.EXDEV, "a symbolic link leads out of the tier's root: nothing is deleted there", path)
 
 
+def commits_first(names: Iterable[str]) -> list[str]:
+    """Those of a folder's names that must go before all others, in their order: manifests first."""
+    commits = [name for name in names if name.startswith(COMMIT_PREFIXES)]
+    return sorted(commits, key=lambda name: not name.startswith(MANIFEST_PREFIX))
+
+
 def drop_folder(path: str) -> None:
     """Deletes a checkpoint's folder: what commits it first, durably, then the rest. Follows no link.
 
@@ -137,13 +147,13 @@ def drop_folder(path: str) -> None:
         return
     try:
         names = os.listdir(folder)
-        manifests = [name for name in names if name.startswith(MANIFEST_PREFIX)]
-        for name in manifests:
+        commits = commits_first(names)
+        for name in commits:
             _unlink_at(folder, name)
-        if manifests:
+        if commits:
             _sync_open_folder(folder)
         for name in names:
-            if not name.startswith(MANIFEST_PREFIX):
+            if name not in commits:
                 _unlink_at(folder, name)
     finally:
         os.close(folder)
@@ -190,7 +200,7 @@ def drop(root: str, path: str, is_folder: bool) -> None:
         return
     drop_file(path)
     folder, name = os.path.split(path)
-    if name.startswith(MANIFEST_PREFIX) and os.path.isdir(folder):
+    if name.startswith(COMMIT_PREFIXES) and os.path.isdir(folder):
         sync_folder(folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from stepwell.tiers._folders import MANIFEST_PREFIX
+from stepwell.tiers._folders import commits_first
 from stepwell.tiers._wrapper import Wrapper
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 
@@ -43,10 +43,10 @@ class Paced(Wrapper):
 
     async def _drop_checkpoint(self, key: CheckpointKey) -> None:
         names = await self._names_of(key) if key.run else ()  # outside of a run the tier refuses
-        manifests = [name for name in names if name.startswith(MANIFEST_PREFIX)]
-        await self.tier.drop([RecordKey(key.run, f"{key.attempt}/{name}") for name in manifests])
+        commits = commits_first(names)
+        await self.tier.drop([RecordKey(key.run, f"{key.attempt}/{name}") for name in commits])
         for name in names:
-            if name not in manifests:
+            if name not in commits:
                 await self.tier.drop([ShardKey(key, name)])
                 await self._sleep(self.pause_s)
         await self.tier.drop([key])

@@ -118,7 +118,9 @@ class Watch:
 
     def table(self) -> Table:
         """The same for a terminal, with rates."""
-        table = Table(title=f"{self.name}: step {self.step} of {self.steps}, loss {self.loss:.3f}", title_justify="left")
+        table = Table(
+            title=f"{self.name}: step {self.step} of {self.steps}, loss {self.loss:.3f}", title_justify="left"
+        )
         for title in ("tier", "newest step", "MB to go", "GB/s"):
             table.add_column(title, justify="left" if title == "tier" else "right", min_width=10)
         for name, view in self.tiers.items():

@@ -24,7 +24,7 @@ BATCH = 50
 
 def run_batch(first: int) -> dict[str, object]:
     """One batch of seeds: totals, and what failed."""
-    events = saves = kills = 0
+    events = saves = kills = gaps = 0
     failed: dict[str, str] = {}
     for seed in range(first, first + BATCH):
         try:
@@ -34,7 +34,8 @@ def run_batch(first: int) -> dict[str, object]:
             print(f"seed {seed} is WRONG: {error}", file=sys.stderr)
             continue
         events, saves, kills = events + outcome.events, saves + outcome.saves, kills + outcome.kills
-    return {"first": first, "events": events, "saves": saves, "kills": kills, "failed": failed}
+        gaps += outcome.gap
+    return {"first": first, "events": events, "saves": saves, "kills": kills, "gaps": gaps, "failed": failed}
 
 
 def load(state: Path | None) -> dict[int, dict[str, object]]:
@@ -64,7 +65,7 @@ def run(first: int, seeds: int, workers: int, state: Path | None = None) -> dict
         "first": first,
         "wrong": len(failed),
         "failed": failed,
-        **{name: sum(int(str(batch[name])) for batch in batches) for name in ("events", "saves", "kills")},
+        **{name: sum(int(str(batch[name])) for batch in batches) for name in ("events", "saves", "kills", "gaps")},
         "seconds": round(time.monotonic() - began, 1),
     }
 

@@ -17,8 +17,9 @@ from tests.cli.helpers import Answer, Cli, state
 
 
 @pytest.fixture
-def cli() -> Cli:
-    """Calls the command in this process; stdout is no terminal."""
+def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Calls the command in this process; stdout is no terminal, and nothing else says how wide it is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def call(*arguments: object) -> Answer:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

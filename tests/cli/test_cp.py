@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,14 @@ def test_in_a_run_the_copy_is_one_of_its_checkpoints(cli: Cli, run: Path, other:
         assert torch.equal(target["model"]["a.weight"], state(5)["model"]["a.weight"]) and target["step"] == 5
         store.save(6, target).wait()
     assert [c["step"] for c in cli("ls", other, "--json").json["listed"][0]["checkpoints"]] == [1, 4, 5, 6]
+
+
+def test_a_writer_that_lost_the_run_to_a_copy_commits_nothing_any_more(cli: Cli, run: Path, other: Path) -> None:
+    assert cli("cp", f"{run}@5", other).code == 0
+    shutil.copytree(folder_of(other, 4), other / "step-000000008.2-9")  # as if the second writer still lived
+    [listed] = cli("ls", other, "--json").json["listed"]
+    assert [c["step"] for c in listed["checkpoints"]] == [1, 4, 5]
+    assert [(d["step"], d["late"]) for d in listed["debris"]] == [(8, True)]
 
 
 def test_an_older_step_does_not_become_the_newest(cli: Cli, run: Path, other: Path) -> None:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from stepwell import native
 from stepwell.errors import StepwellError
@@ -20,7 +20,7 @@ from stepwell.format.records import Manifest, RankRecord, Seen, decode
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey
 from stepwell.timeline import current
 from tests.sim.medium import File, Key, Medium
-from tests.sim.model import Broken, Model, Saved
+from tests.sim.model import Broken, Gap, Model, Saved
 
 
 class Invariants:
@@ -33,6 +33,7 @@ class Invariants:
         self.seen_epoch = 0
         self._seen: set[str] = set()
         self._broken: list[Broken] = []
+        self.overtaken: Callable[[], bool] = lambda: False  # whether the process that runs has lost the run
 
     def watch(self, media: Sequence[Medium]) -> None:
         self.media = list(media)
@@ -49,7 +50,7 @@ class Invariants:
         try:
             yield
         except Broken as broken:
-            self._broken.append(broken)
+            self._broken.append(Gap(str(broken)) if self.overtaken() else broken)
 
     # -- what changed --------------------------------------------------------------------------------
 
@@ -154,6 +155,16 @@ class Invariants:
                     found.setdefault(attempt, []).append(medium)
         return found
 
+    def passed_over(self) -> set[Attempt]:
+        """Every attempt that has a manifest somewhere and does not count."""
+        folders = {record.name.rpartition("/")[0] for medium in self.media for record in medium.records}
+        attempts = {Attempt.parse(folder) for folder in folders} - {None}
+        return {
+            a
+            for a in attempts
+            if a and not self.counts(a) and any(m.committed(self._key(a.folder)) for m in self.media)
+        }
+
     def newest_first(self, media: Sequence[Medium] | None = None) -> list[Attempt]:
         """The checkpoints of the current timeline, as the newest readable manifest tells it."""
         found = self.committed(media)
@@ -222,7 +233,9 @@ class Invariants:
             raise Broken(f"{where} is there, {name} is not durable")
         for block, token in enumerate(saved.tokens[name]):
             if file.blocks.get(block) != token and block not in file.flipped:
-                raise Broken(f"{where} is there, block {block} of {name} holds {file.blocks.get(block)}, not {token}")
+                raise Broken(
+                    f"{where} is there, block {block} of {name} holds {file.blocks.get(block)!r}, not {token!r}"
+                )
 
     def _check_seen(self) -> None:
         for saved in self.model.saves:

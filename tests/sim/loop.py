@@ -18,9 +18,10 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 #: how often a killed coroutine may answer its end with another await before it counts as wrong
 _CLOSES_MAX = 64
@@ -45,7 +46,7 @@ class Timeline:
         self._numbers = itertools.count()
 
     def new_loop(self, name: str) -> SimLoop:
-        loop = SimLoop(self, name)
+        loop = SimLoop(self, name)  # type: ignore[abstract]  # it has what asyncio's tasks and futures ask for
         self._loops.append(loop)
         return loop
 
@@ -161,7 +162,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self.dead
 
     def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         if not self.dead:
@@ -169,17 +170,17 @@ class SimLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         if not self.dead:
@@ -192,10 +193,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(  # type: ignore[override]  # the stubs know only one way to say what a coroutine is
-        self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **kwargs: Any
-    ) -> asyncio.Task[T]:
-        task: asyncio.Task[T] = asyncio.Task(coro, loop=self, **kwargs)  # type: ignore[arg-type]
+    def create_task(self, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **kwargs: Any) -> asyncio.Task[T]:
+        task: asyncio.Task[T] = asyncio.Task(coro, loop=self, **kwargs)
         if len(self._tasks) >= _TASKS_PRUNE:
             self._tasks = [each for each in self._tasks if not each.done()]
         self._tasks.append(task)
@@ -205,7 +204,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         if not self.dead:
             self.errors.append(context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         raise AssertionError(f"a simulated process has no threads to run {func} on")
 
 
@@ -216,7 +215,7 @@ def _bury(task: asyncio.Task[Any]) -> None:
     assert coro is not None
     for _ in range(_CLOSES_MAX):
         try:
-            coro.close()  # type: ignore[union-attr]
+            coro.close()
             return
         except RuntimeError:  # it awaits in a `finally`: close that, too
             continue

@@ -22,6 +22,12 @@ class Broken(AssertionError):
     """An invariant does not hold."""
 
 
+class Gap(Broken):
+    """It does not hold because of the one known gap: a process that stood still, between its look at the epoch and what
+    it then did, for so long that another one has taken the run meanwhile. Tiers know nothing of epochs, so nothing
+    stops what it had begun; the history ends there."""
+
+
 @dataclass(frozen=True, slots=True)
 class FakePlan:
     """What the writer asks of a shard's plan."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from stepwell.catalog import Catalog
-from stepwell.commit import Committer
 from stepwell.epochs import Writership
 from stepwell.mover import Mover
 from stepwell.ownership import Ownership
@@ -88,15 +86,6 @@ def _no_hidden_base() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(Ownership, "hidden_base", lambda self, step: None)
 
 
-def _untouched_record() -> contextlib.AbstractContextManager[object]:
-    """A commit that takes an earlier try's record for its own, with whatever its shards are now."""
-
-    async def put(self: Committer, tier: Any, own: RecordKey, record: bytes, reserved: Any) -> None:
-        await tier.commit(own, record, shards=reserved)
-
-    return mock.patch.object(Committer, "_put_record", put)
-
-
 def _shards_first() -> contextlib.AbstractContextManager[object]:
     """A drop that deletes shards before the manifest."""
     drop = SimTier._drop
@@ -121,20 +110,6 @@ def _unverified_read() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(Mover, "_scatter", trusting)
 
 
-def _lost_slot() -> contextlib.AbstractContextManager[object]:
-    """A mover that now and then forgets to give a slot back."""
-    get = Mover.get
-
-    async def leaky(self: Mover, reading: Any, reads: Any, *more: Any, **rest: Any) -> None:
-        slot = self.arena._free[0] if self.arena._free else None
-        if slot is not None and reading.healing.bad:
-            slot = await self.arena.acquire(reading.priority)
-        await get(self, reading, reads, *more, **rest)
-        await asyncio.sleep(0)
-
-    return mock.patch.object(Mover, "get", leaky)
-
-
 MUTATIONS: dict[str, Mutation] = {
     "manifest before shards": _manifest_before_shards,
     "early release of the state": _early_release,
@@ -143,7 +118,6 @@ MUTATIONS: dict[str, Mutation] = {
     "no look at the epoch": _no_epoch_check,
     "blind takeover": _blind_takeover,
     "hidden base": _no_hidden_base,
-    "untouched record": _untouched_record,
     "unverified read": _unverified_read,
     "shards deleted first": _shards_first,
 }

@@ -101,7 +101,8 @@ class Process:
         self.ended_at = self.closing_at = float("inf")
         self.exit_s = 0.0
         self.paused_at = -1.0
-        self.failure: BaseException | None = None
+        self.failure: StepwellError | None = None
+        self.broken: Exception | None = None
         self._memory = Memory()
         self._sims: list[SimTier] = []
         self._calls = 0
@@ -175,6 +176,8 @@ class Process:
                 await work(self)
             except StepwellError as error:
                 self.failure = error
+            except Exception as error:  # no error that a user should see
+                self.broken = error
             finally:
                 self.ended, self.ended_at = True, self.loop.time()
 

@@ -15,13 +15,11 @@ The fault model:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
 
 from stepwell.errors import CheckpointGone, TierError
 from stepwell.tiers._books import Books
@@ -45,54 +43,16 @@ from stepwell.tiers.base import (
     not_open,
     tier_error,
 )
+from tests.sim.background import Background
 from tests.sim.medium import File, Medium, Token
+from tests.sim.parts import Dead, Flying, Memory, OpenShard, Weather
 from tests.sim.weather import Trouble
-
-T = TypeVar("T")
 
 #: what `close` waits for operations that hang
 CLOSE_S = 5.0
 
 
-class Dead(BaseException):
-    """The process of this handle was killed."""
-
-
-class Memory(Protocol):
-    """What addresses stand for, in blocks of the medium's grain."""
-
-    def load(self, address: int, length: int) -> Sequence[Token]: ...
-
-    def store(self, address: int, tokens: Sequence[Token], length: int) -> None: ...
-
-
-class Weather(Protocol):
-    def draw(self) -> Trouble: ...
-
-    def number(self) -> int: ...
-
-    async def pass_time(self, blocks: int = 0) -> None: ...
-
-
-@dataclass(eq=False, slots=True)
-class _Open:
-    """A reserved shard's file."""
-
-    file: File
-    reservation: Reservation
-    writes: int = 0  # under way
-    closed: bool = False  # synced: nothing may be written any more
-
-
-@dataclass(eq=False, slots=True)
-class _Flying:
-    """A write under way."""
-
-    chunk: ChunkIO
-    file: File
-
-
-class SimTier(Tier):
+class SimTier(Background, Tier):
     """`node`: whose cache holds what is not synced."""
 
     def __init__(
@@ -107,15 +67,15 @@ class SimTier(Tier):
         survives: Survives = "reboot",
         capacity_bytes: int | None = None,
     ) -> None:
+        super().__init__()
         self.info = TierInfo(medium.name, "sim", scope, survives, capacity_bytes)
         self.medium, self.node = medium, node
         self._memory, self._weather, self._rng = memory, weather, rng
         self._books = Books(capacity_bytes)
-        self._open: dict[ShardKey, _Open] = {}
-        self._flying: list[_Flying] = []
+        self._open: dict[ShardKey, OpenShard] = {}
+        self._flying: list[Flying] = []
         self._leased: dict[ShardKey, list[File]] = {}
         self._locks = Locks()
-        self._background: set[asyncio.Future[Any]] = set()
         self._closed = self._dead = False
 
     def __repr__(self) -> str:
@@ -126,8 +86,7 @@ class SimTier(Tier):
     async def close(self) -> None:
         """Waits a moment for operations under way. What is still reserved stays as debris."""
         self._closed = True
-        if self._background:
-            await asyncio.wait(self._background, timeout=CLOSE_S)
+        await self._wait_idle(CLOSE_S)
 
     def kill(self) -> None:
         """The process is gone. Of the writes under way some blocks have arrived."""
@@ -146,30 +105,6 @@ class SimTier(Tier):
 
     def _error(self, number: int, what: str, key: object, **where: Any) -> TierError:
         return tier_error(number, f"Tier {self.info.name}: {what}", key=str(key), **where)
-
-    async def _finish(
-        self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None
-    ) -> T:
-        """Goes on to the end even if the caller is cancelled; `undo` then takes back what came of it."""
-        task = self._keep(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if undo is not None and not task.cancelled():
-                self._keep(_take_back(task, undo))
-            raise
-
-    def _keep(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-
-        def ended(task: asyncio.Task[T]) -> None:
-            self._background.discard(task)
-            if not task.cancelled():
-                task.exception()  # marks it as seen: a cancelled caller cannot
-
-        task.add_done_callback(ended)
-        return task
 
     async def _begin(self, key: object) -> Trouble:
         """The time before an operation's effect; raises if it is to have none."""
@@ -237,7 +172,7 @@ class SimTier(Tier):
         file = there if resumed and there is not None else self.medium.create(shard, size, self.node)
         file.node = self.node  # whose writes come next
         reservation = Reservation(shard, size, resumed=resumed)
-        self._open[shard] = _Open(file, reservation)
+        self._open[shard] = OpenShard(file, reservation)
         return reservation
 
     async def write(self, chunks: Sequence[ChunkIO]) -> list[Result]:
@@ -262,7 +197,7 @@ class SimTier(Tier):
         size = opened.reservation.size_bytes
         if chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > size:
             return self._failed(chunk, errno.EINVAL, f"cannot write past the {size} bytes reserved")
-        trouble, flying = self._weather.draw(), _Flying(chunk, opened.file)
+        trouble, flying = self._weather.draw(), Flying(chunk, opened.file)
         opened.writes += 1
         self._flying.append(flying)
         try:
@@ -370,10 +305,12 @@ class SimTier(Tier):
             await self._finish(self._drop(key))
 
     async def _drop(self, key: CheckpointKey | ShardKey | RecordKey) -> None:
+        if isinstance(key, ShardKey) and key.name.endswith(".json"):
+            key = RecordKey(key.checkpoint.run, f"{key.checkpoint.attempt}/{key.name}")
         trouble = await self._begin(key)
         gone = [key] if isinstance(key, ShardKey) else self._books.of(key) if isinstance(key, CheckpointKey) else []
         for each in self.medium.inside(key) if isinstance(key, CheckpointKey) else [key]:
-            commits = isinstance(each, RecordKey) and (each is key or "/manifest" in each.name)
+            commits = isinstance(each, RecordKey) and (each is key or "/manifest" in each.name or "/rank-" in each.name)
             self.medium.remove(each, durable=commits)
             if not commits:
                 self._torn(trouble, key)
@@ -480,11 +417,3 @@ class _SimLease(Lease):
     async def close(self) -> None:
         held, self._held = self._held, []
         self._tier.give_back(held)
-
-
-async def _take_back(task: asyncio.Task[T], undo: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-    try:
-        made = await asyncio.shield(task)
-    except Exception:  # nothing was made
-        return
-    await undo(made)

@@ -21,26 +21,24 @@ from dataclasses import dataclass
 from unittest import mock
 
 from stepwell import commit, epochs
-from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, RunBusy, StepwellError
-from stepwell.format.names import Attempt
+from stepwell.errors import RunBusy
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job
+from tests.sim.chaos import NODES, Chaos
 from tests.sim.invariants import Invariants
 from tests.sim.loop import SimLoop, Stuck, Timeline
 from tests.sim.medium import Medium
-from tests.sim.model import Broken, Model, Saved
+from tests.sim.model import Broken, Gap, Model, Saved
 from tests.sim.process import CHUNK_BYTES, RUN, Process, Restored, Setup
+from tests.sim.training import EXIT_S, Training
 from tests.sim.weather import Weather
 
 #: callbacks that a history has before its world calms down
 EVENTS_MIN = 1000
 #: virtual seconds that calm weather may need to finish what was begun
 CALM_S = 3000.0
-#: what leaving a process may take, as by default
-EXIT_S = 600.0
 #: what a save may take to a disk without trouble
 SAVE_S = 2.0
-NODES = ("node-a", "node-b")
 CHAINS = (("disk",), ("disk", "pfs"), ("disk", "pfs"), ("host", "disk", "pfs"), ("host", "disk", "pfs"))
 
 
@@ -54,6 +52,7 @@ class Outcome:
     acknowledged: int
     processes: int
     kills: int
+    gap: bool  # it ended early, in the known gap
     trace: str  # of all that happened; equal for equal histories
 
 
@@ -74,11 +73,13 @@ class World:
         self.media = [medium for medium, _ in self.places.values()]
         self.invariants = Invariants(RUN, self.model, retain)
         self.invariants.watch(self.media)
+        self.invariants.overtaken = self._overtaken
+        self.training, self.chaos = Training(self), Chaos(self)
         self.processes: list[Process] = []
         self.by_loop: dict[SimLoop, Process] = {}
         self.kills = 0
         self._pids = itertools.count(1000)
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._trace = hashlib.blake2b(digest_size=16)
 
     def _child(self) -> random.Random:
@@ -134,6 +135,11 @@ class World:
         assert isinstance(loop, SimLoop)
         return self.by_loop[loop].describe(job, wall)
 
+    def _overtaken(self) -> bool:
+        loop = asyncio._get_running_loop()
+        owner = self.by_loop[loop].writer.owner if isinstance(loop, SimLoop) else None
+        return owner is not None and owner.taken and owner.writership.epoch < self.invariants.newest_epoch
+
     def _after_event(self, loop: SimLoop) -> None:
         process = self.by_loop[loop]
         for saved in process.saves:
@@ -147,6 +153,8 @@ class World:
                 saved.failed = True
                 self._check_failure(process, saved.handle.error)
         self.invariants.check()
+        if process.broken is not None:
+            raise process.broken
         if loop.errors:
             raise Broken(f"nobody handled {loop.errors[0]}")
 
@@ -163,196 +171,31 @@ class World:
         if self.places[tier][1].troubled_at < process.started and seconds > SAVE_S:
             raise Broken(f"{saved} took {seconds:.1f} s to {tier}, which had no trouble")
 
-    # -- what processes do ---------------------------------------------------------------------------
-
-    async def train(self, process: Process) -> None:
-        rng = process.rng
-        await process.start()
-        try:
-            step = await self._go_on(process)
-            for _ in range(rng.randint(1, 8)):
-                step += rng.randint(1, 3)
-                saved = await self.save(process, step)
-                if rng.random() < 0.3:
-                    await process.wait_durable(saved)
-                if rng.random() < 0.1:
-                    await self._flush(process)
-                if rng.random() < 0.15:
-                    step = self._rewind(process, step)
-                await asyncio.sleep(rng.choice((0.0, 0.01, 0.5, 20.0)))
-                if rng.random() < 0.1:
-                    step = await self._go_on(process)
-            if rng.random() < 0.5:
-                await asyncio.sleep(rng.random() * 200)
-        finally:
-            await process.close(rng.choice((5.0, EXIT_S)))
-
-    async def _go_on(self, process: Process) -> int:
-        """Restores, after its own saves have come to an end; the step to go on from."""
-        for saved in process.saves:
-            await process.wait_durable(saved)
-        known = set(self.invariants.committed())
-        late = {saved.attempt for saved in self.model.saves} - known
-        try:
-            restored = await process.restore()
-        except NoGoodCheckpoint:  # somebody looked, and lets it go on without
-            self.note("nothing good", process.pid)
-            return process.last_step
-        self.check_restored(process, restored, known)
-        if restored is not None and restored.attempt in late and not self.invariants.counts(restored.attempt):
-            raise Broken(f"{process} restored {restored.attempt.folder}, which a takeover had passed over")
-        return 0 if restored is None else restored.attempt.step
-
-    async def _flush(self, process: Process) -> None:
-        """Some checkpoint, or a part of one, goes down by hand."""
-        attempts = sorted(process.catalog.holdings)
-        lower = process.chain.storage[1:]
-        if not attempts or not lower:
-            return
-        attempt, tier = process.rng.choice(attempts), process.rng.choice(lower)
-        parts = process.rng.choice((None, ["model"]))
-        self.note("flush", process.pid, attempt.folder, tier.info.name, parts)
-        with contextlib.suppress(StepwellError, TimeoutError):
-            async with asyncio.timeout(100.0):
-                await process.writer.flush(attempt, tier, process.job, parts)
-
-    def _rewind(self, process: Process, step: int) -> int:
-        steps = sorted({attempt.step for attempt in process.catalog.holdings})
-        if not steps:
-            return step
-        to = process.rng.choice(steps)
-        try:
-            process.rewind(to)
-        except CheckpointNotFound:
-            return step
-        self.note("rewind", process.pid, to)
-        return to
-
-    async def save(self, process: Process, step: int) -> Saved:
-        saved, snapshot = process.save(next(self._numbers), step)
-        self.model.saves.append(saved)
-        self.note("save", process.pid, saved.number, step)
-        await process.carry_out(saved, snapshot)
-        return saved
-
-    def check_restored(self, process: Process, restored: Restored | None, known: set[Attempt]) -> None:
-        """What was restored is right. known: what counted when the restore began."""
-        if restored is None:
-            if known:
-                raise Broken(f"{process} found nothing, but there is {max(known).folder}")
-            self.note("restored", process.pid, None)
-            return
-        self.note("restored", process.pid, restored.attempt.folder, sorted(restored.skipped))
-        saved = self.model.find(restored.attempt.folder)
-        if saved is None:
-            raise Broken(f"{process} restored {restored.attempt.folder}, which nobody saved")
-        if restored.tokens != saved.tokens:
-            raise Broken(f"{process} restored other bytes than those of {saved}")
-
-    # -- what the world does -------------------------------------------------------------------------
-
-    def happen(self) -> None:
-        """Something happens, or nothing."""
-        actions: list[tuple[float, Callable[[], None]]] = [
-            (3.0, self._start_one),
-            (2.0, self._kill_one),
-            (0.7, self._lose_node),
-            (1.0, self._pause_one),
-            (1.0, self._stick),
-            (0.7, self._slow),
-            (0.7, self._flip),
-            (0.5, self._change_weather),
-            (0.1, self._lose_disk),
-        ]
-        [action] = self.rng.choices([action for _, action in actions], [weight for weight, _ in actions])
-        action()
-
-    def _start_one(self) -> None:
-        if len(self.alive) < 2:
-            self.spawn(self.train)
-
-    def _kill_one(self) -> None:
-        if self.alive:
-            self.kill(self.rng.choice(self.alive))
-
-    def _lose_node(self) -> None:
-        node = self.rng.choice(NODES)
-        self.note("node lost", node)
-        for process in self.alive:
-            if process.node == node:
-                self.kill(process)
-        for medium in self.media:
-            medium.lose_node(node, self.rng)
-        self.invariants.node_lost()
-
-    def _lose_disk(self) -> None:
-        if len(self.media) < 2:
-            return
-        for process in self.alive:
-            self.kill(process)
-        self.note("disk lost")
-        for saved in self.model.saves:
-            saved.acked.discard(self.media[0].name)
-        self.media[0].destroy()
-        self.invariants.node_lost()
-
-    def _pause_one(self) -> None:
-        if self.alive:
-            process, seconds = self.rng.choice(self.alive), self.rng.choice((1.0, 30.0, 65.0, 90.0, 200.0))
-            self.note("pause", process.pid, seconds)
-            process.paused_at = self.timeline.now + seconds
-            process.loop.pause(seconds)
-            if self.rng.random() < 0.7:
-                self._start_one()  # whoever waits for the run gets it meanwhile
-
-    def _weather(self) -> tuple[Medium, Weather]:
-        return self.rng.choice(list(self.places.values()))
-
-    def _stick(self) -> None:
-        medium, weather = self._weather()
-        seconds = self.rng.choice((1.0, 20.0, 100.0, 400.0))
-        weather.stuck_until = weather.troubled_at = self.timeline.now + seconds
-        self.note("stuck", medium.name, seconds)
-
-    def _slow(self) -> None:
-        medium, weather = self._weather()
-        weather.slow_until = weather.troubled_at = self.timeline.now + self.rng.choice((10.0, 100.0))
-        self.note("slow", medium.name)
-
-    def _change_weather(self) -> None:
-        medium, weather = self._weather()
-        weather.trouble_rate = self.rng.choice((0.0, 0.02, 0.1, 0.5))
-        self.note("weather", medium.name, weather.trouble_rate)
-
-    def _flip(self) -> None:
-        medium, _ = self._weather()
-        shards = [(shard, file) for shard, file in medium.files.items() if file.blocks]
-        if self.rng.random() < 0.7 and shards:
-            shard, file = self.rng.choice(shards)
-            block = self.rng.choice(sorted(file.blocks))
-            self.note("flip", medium.name, str(shard), block)
-            medium.flip_block(shard, block, self.rng)
-        records = [key for key in medium.records if key.name.endswith(("manifest.json", "rank-00000.json"))]
-        if self.rng.random() < 0.2 and records:
-            record = self.rng.choice(records)
-            self.note("flip", medium.name, str(record))
-            medium.flip_record(record, self.rng)
-
     # -- the history ---------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
+        gap = False
         with simulated(self):
             try:
                 self._go_wild()
                 self._calm_down()
                 self._check_end()
+            except Gap as found:
+                self.note("gap", str(found))
+                gap = True
             finally:
                 for process in self.alive:
                     process.kill()
         acknowledged = sum(bool(saved.told) for saved in self.model.saves)
-        trace = self._trace.hexdigest()
         return Outcome(
-            self.seed, self.timeline.events, len(self.model.saves), acknowledged, len(self.processes), self.kills, trace
+            seed=self.seed,
+            events=self.timeline.events,
+            saves=len(self.model.saves),
+            acknowledged=acknowledged,
+            processes=len(self.processes),
+            kills=self.kills,
+            gap=gap,
+            trace=self._trace.hexdigest(),
         )
 
     def _go_wild(self) -> None:
@@ -360,10 +203,10 @@ class World:
         while self.timeline.events < events_max:
             self.bury()
             if not self.alive:
-                self.spawn(self.train)
+                self.spawn(self.training.train)
             self.timeline.step()
             if self.rng.random() < 0.008:
-                self.happen()
+                self.chaos.happen()
 
     def _calm_down(self) -> None:
         """Nothing goes wrong any more; who lives comes to an end."""
@@ -410,7 +253,7 @@ class World:
     def _check_end(self) -> None:
         """In calm weather the newest good checkpoint comes back, and saving goes on and reaches the last tier."""
         self._check_newest(reads_only=True)
-        writer = self.spawn(self.train_one)
+        writer = self.spawn(self.training.train_one)
         self._wait_for(writer)
         if writer.failure is not None:
             raise Broken(f"a save in calm weather failed: {writer.failure!r}") from writer.failure
@@ -423,14 +266,6 @@ class World:
         restored = self._check_newest(reads_only=True)
         if restored is None or restored.attempt != last.attempt:
             raise Broken(f"{last} is the newest, but {restored and restored.attempt.folder} was restored")
-
-    async def train_one(self, process: Process) -> None:
-        await process.start()
-        try:
-            await self._go_on(process)
-            await self.save(process, process.last_step + 1)
-        finally:
-            await process.close(CALM_S / 2)
 
     def _check_newest(self, *, reads_only: bool) -> Restored | None:
         """A restore that nothing disturbs brings the newest that is good somewhere, and names those passed over."""
@@ -454,7 +289,7 @@ class World:
                 raise Broken(f"{process} could not restore {good[:1]}: {process.failure!r}")
             return None
         [restored] = got
-        self.check_restored(process, restored, set(newest))
+        self.training.check_restored(process, restored, set(newest))
         found = None if restored is None else restored.attempt
         if found != (good[0] if good else None):
             raise Broken(f"{process} restored {found} instead of {good[:1]}")

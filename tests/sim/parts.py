@@ -1,0 +1,49 @@
+"""What a simulated tier is made of: what it is given, and what it has open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stepwell.tiers.base import ChunkIO, Reservation
+from tests.sim.medium import File, Token
+from tests.sim.weather import Trouble
+
+
+class Dead(BaseException):
+    """The process of this handle was killed."""
+
+
+class Memory(Protocol):
+    """What addresses stand for, in blocks of the medium's grain."""
+
+    def load(self, address: int, length: int) -> Sequence[Token]: ...
+
+    def store(self, address: int, tokens: Sequence[Token], length: int) -> None: ...
+
+
+class Weather(Protocol):
+    def draw(self) -> Trouble: ...
+
+    def number(self) -> int: ...
+
+    async def pass_time(self, blocks: int = 0) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class OpenShard:
+    """A reserved shard's file."""
+
+    file: File
+    reservation: Reservation
+    writes: int = 0  # under way
+    closed: bool = False  # synced: nothing may be written any more
+
+
+@dataclass(eq=False, slots=True)
+class Flying:
+    """A write under way."""
+
+    chunk: ChunkIO
+    file: File

@@ -1,0 +1,44 @@
+"""Tiers and states that the store's tests share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stepwell
+from stepwell.policies.evict import LRU
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
+from stepwell.tiers.wrap import Fault, Faulty
+
+#: a fault from the first operation on, for ever
+ALWAYS = 10**9
+
+
+def state(value: float = 1.0, size: int = 100_000) -> dict[str, Any]:
+    return {"model": {"w": torch.full((size,), value)}}
+
+
+def host(mebibytes: int = 64) -> HostTier:
+    return HostTier(LRU(), mebibytes << 20, chunk_bytes=1 << 20)
+
+
+def disk(path: Path, plan: Sequence[Fault] = (), name: str = "disk") -> Faulty:
+    (path / name).mkdir(exist_ok=True)
+    return Faulty(FileTier(path / name, name=name), plan)
+
+
+def steps(store: stepwell.CheckpointStore, tier: str) -> list[int]:
+    return [c.step for c in store.checkpoints() if tier in c.tiers]
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """For what becomes true in the background and has no event of its own."""
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.005)
