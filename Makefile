@@ -18,6 +18,7 @@ setup:  ## system packages, .venv, native module: whatever is missing
 	@sh scripts/setup.sh
 
 test: setup  ## all tests, in parallel; ARGS="-k name" passes options to pytest
+	@sh scripts/setup.sh bindfs
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -q $(ARGS)
 
 lint: setup  ## ruff: style and format

@@ -190,6 +190,10 @@ class Flusher:
         goal.error = error
         if goal.tries >= TELL_AFTER:
             goal.told.set()
+        if self._backoff.failures >= TELL_AFTER:  # it is the tier: the others would fare no better
+            for other in self._goals:
+                other.error = other.error or error
+                other.told.set()
 
     def _finish(self, goal: Goal, error: Exception | None) -> None:
         self._goals.remove(goal)
@@ -200,7 +204,7 @@ class Flusher:
         goal.told.set()
 
     async def idle(self) -> None:
-        """Returns once every checkpoint is there, or has failed TELL_AFTER times since `hurry`."""
+        """Returns once every checkpoint is there, or it or the tier has failed TELL_AFTER times since `hurry`."""
         while waiting := [goal for goal in self._goals if not goal.told.is_set()]:
             await waiting[0].told.wait()
 

@@ -137,6 +137,8 @@ class Ownership:
             copy = (debris.attempt.folder, debris.tier)
             if debris.late or debris.attempt.epoch >= self.writership.epoch or copy in busy or copy in wanted():
                 continue
+            if any(h.tier.info.name == debris.tier for h in self._chain.catalog.holdings.get(debris.attempt, [])):
+                continue  # it has been committed there since
             log.warning(
                 "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
                 debris.attempt.step,

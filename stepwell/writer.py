@@ -243,6 +243,9 @@ class RunWriter:
                 await chain.mover.copy(reading, tier, shard.size, resumed=reservation.resumed)
             await self._copy_sidecars(tier, sources, attempt, record)
             await self.owner.write_run_record(tier)
+            rest = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in files]
+            if rest:  # left by an earlier try of all: beside the record a later writer would take them for whole
+                await tier.drop(rest)
             goal.copied.set()
             absent = sorted(set(record.parts) - wanted)
             manifest = await self.owner.committer.publish(tier, attempt, data, reserved, absent=absent)

@@ -28,6 +28,7 @@ from rich.console import Console
 from examples.demo.story import tell
 from stepwell.errors import StepwellError
 
+WIDTH = 110  # where there is no terminal
 STEPS_MIN = 5  # in saves: one before the kills, two that they hit, one more for each kill that comes too late
 
 
@@ -35,13 +36,15 @@ def arguments() -> argparse.Namespace:
     parse = argparse.ArgumentParser("python -m examples.demo", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
-    add("--steps", type=int, default=60, help="train so many steps (default: 60)")
-    add("--every", type=int, default=10, help="save after so many steps (default: 10)")
+    add("--steps", type=int, default=36, help="train so many steps (default: 36)")
+    add("--every", type=int, default=6, help="save after so many steps (default: 6)")
     add("--dir", type=Path, default=Path("build/demo"), help="on the disk to use; needs 2 GB (default: build/demo)")
     add("--layers", type=int, default=6, help="of the transformer (default: 6)")
     add("--width", type=int, default=384, help="of the transformer (default: 384, checkpoints of 130 MB)")
     add("--threads", type=int, default=2, help="of torch (default: 2)")
-    add("--flush-seconds", type=float, default=2.0, help="the limit lets a flush to the pfs take so long (default: 2)")
+    add(
+        "--flush-seconds", type=float, default=1.5, help="the limit lets a flush to the pfs take so long (default: 1.5)"
+    )
     add("--seed", type=int, help="of the moments of the kills (default: other moments each time)")
     add("--no-pretrained", dest="pretrained", action="store_false", help="leave out the pretrained model")
     add("--keep", action="store_true", help="do not remove the files")
@@ -60,15 +63,16 @@ def main() -> int:
     args.dir.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=args.dir)).resolve()
     os.environ["XDG_CACHE_HOME"] = str(home / "cache")  # where shared tiers are remembered: not these
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    width = None if sys.stdout.isatty() else WIDTH
+    console = Console(width=width, markup=False, highlight=False, soft_wrap=True)
     began = time.monotonic()
     try:
         tell(args, home, console)
         kept = f"; files are in {home}" if args.keep else ""
-        console.print(f"{time.monotonic() - began:.0f} s{kept}", highlight=False)
+        console.print(f"{time.monotonic() - began:.0f} s{kept}")
         return 0
     except (RuntimeError, AssertionError, StepwellError) as error:
-        console.print(f"FAILED: {error}", markup=False, highlight=False)
+        console.print(f"FAILED: {error}")
         return 1
     finally:
         if not args.keep:

@@ -14,6 +14,7 @@ from examples.demo.tiers import Tiers
 from examples.demo.train import Trainee
 
 QUIET_SAVES = 3
+OTHER_PARTS = ("sched", "loader", "rng")  # of the state, beside the model and the optimizer
 WAIT_S = 120.0
 
 
@@ -28,9 +29,9 @@ class Found:
 def restore_across(tiers: Tiers, run: str, original: str, trainee: Trainee) -> list[Found]:
     """Restores the newest checkpoint from memory, then the one before from host, nvme and pfs together.
 
-    Both are prefetched, but host memory holds only the newest whole. Of the one before, a byte is damaged on nvme: the
-    block that it lies in must come from the pfs, and the file on nvme is mended. Raises AssertionError if a tensor is not the one that safetensors
-    reads of the run `original`, or if a tier took no part.
+    Both are prefetched, but host memory holds only the newest whole. Of the one before, a bit is damaged on nvme: the
+    block that it lies in must come from the pfs, and the file on nvme is mended. Raises AssertionError if a tensor is
+    not the one that safetensors reads of the run `original`, or if a tier took no part.
     """
     before, newest = sorted(tiers.committed("nvme", run))[-2:]
     _damage(tiers.committed("nvme", run)[before] / "model.safetensors")
@@ -73,7 +74,7 @@ def _check(trainee: Trainee, step: int, folder: Path) -> None:
     names = {id(weight): name for name, weight in trainee.model.named_parameters()}
     for weight, values in trainee.optimizer.state.items():
         state |= {f"optimizer.state.{names[id(weight)]}.{name}": value for name, value in values.items()}
-    wrong = different_tensors(state, {name: files[name] for name in files if not name.startswith("rng.")})
+    wrong = different_tensors(state, {name: files[name] for name in files if name.partition(".")[0] not in OTHER_PARTS})
     if wrong:
         raise AssertionError(f"step {step}: {len(wrong)} tensors are not those in {folder}: {', '.join(wrong[:10])}")
 

@@ -61,10 +61,6 @@ class Diary:
             self._look()
 
     def _look(self) -> None:
-        status = self._store.status()
-        tiers = {tier.name: {"step": tier.newest_step, "to_go": tier.backlog_bytes} for tier in status.tiers}
-        edges = [[edge.source, edge.target, edge.moved_bytes] for edge in status.edges]
-        self.note(kind="status", at=time.monotonic(), tiers=tiers, edges=edges)
         with self._lock:
             followed, self._saves = self._saves, []
         for save, known in followed:
@@ -73,3 +69,7 @@ class Diary:
                 self.note(kind="save", **asdict(report))
             with self._lock:
                 self._saves.append((save, len(report.tier_seconds)))
+        status = self._store.status()
+        tiers = {tier.name: {"step": tier.newest_step, "to_go": tier.backlog_bytes} for tier in status.tiers}
+        edges = [[edge.source, edge.target, edge.moved_bytes] for edge in status.edges]
+        self.note(kind="status", at=time.monotonic(), tiers=tiers, edges=edges)

@@ -45,11 +45,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A flush to the pfs that a kill cut off."""
+    """A flush to the pfs that a kill cut off. Bytes are of shards, in whole chunks, when the process was dead."""
 
     step: int
     total_bytes: int  # of the checkpoint
-    there_bytes: int  # of it, in whole chunks, on the pfs when the process was dead
+    there_bytes: int  # of it on the pfs
+    waiting_bytes: int  # of it and of the other checkpoints that must still get to the pfs
+    waiting_there_bytes: int  # of all of them on the pfs
 
 
 @dataclass
@@ -154,7 +156,7 @@ def run_to_the_end(training: Training, attempt: int = 1) -> Attempt:
     if code:
         raise RuntimeError(f"the training script ended with code {code}:\n{child.last_words()}")
     for line in child.warnings():
-        training.console.print(f"  stepwell: {line}", markup=False, highlight=False)
+        training.console.print(f"  stepwell: {line}")
     return training.read(attempt)
 
 
@@ -186,16 +188,24 @@ def kill_in_flush(training: Training, attempt: int, step: int, until: int, dice:
     tiers = training.tiers
     with training.start(attempt, until) as child:
         folder = child.wait_for_folder(tiers, "pfs", training.run, step)
-        time.sleep(dice.uniform(0.4, 0.8) * tiers.flush_s)
+        time.sleep(dice.uniform(0.3, 0.6) * tiers.flush_s)
         child.kill()
     done = training.read(attempt)
-    original = tiers.committed("nvme", training.run).get(step)
-    if original is not None and not (folder / "manifest.json").exists():
-        done.cut = Cut(step, shard_bytes(original), good_bytes(folder, original))
-        there, total = done.cut.there_bytes, done.cut.total_bytes
-        if 0 < there < total:
+    if not (folder / "manifest.json").exists():
+        done.cut = cut = _cut(tiers, training.run, step)
+        if 0 < cut.there_bytes < cut.total_bytes:
             done.killed = (
-                f"in the flush of step {step} to the pfs: {there / 1e6:.1f} of {total / 1e6:.1f} MB are there, "
-                f"and no manifest.json; nvme has step {done.committed_step}"
+                f"in the flush of step {step} to the pfs: {cut.there_bytes / 1e6:.1f} of "
+                f"{cut.total_bytes / 1e6:.1f} MB are there, and no manifest.json; nvme has step {done.committed_step}"
             )
     return done
+
+
+def _cut(tiers: Tiers, run: str, step: int) -> Cut:
+    flushed = max(tiers.committed("pfs", run), default=0)
+    sizes = {}
+    for other, original in tiers.committed("nvme", run).items():
+        if other > flushed:  # older ones are passed over
+            sizes[other] = (shard_bytes(original), good_bytes(tiers.folder("pfs", run) / original.name, original))
+    waiting, there = (sum(numbers) for numbers in zip(*sizes.values(), strict=True))
+    return Cut(step, *sizes[step], waiting, there)

@@ -83,7 +83,7 @@ def _prefetch(store: stepwell.CheckpointStore, folder: Path, console: Console) -
                     raise
     done = handle.progress
     rate = done.total_bytes / done.seconds / 1e9
-    console.print(f"prefetched {done.done_bytes / 1e6:.1f} MB into host memory, {rate:.2f} GB/s", highlight=False)
+    console.print(f"prefetched {done.done_bytes / 1e6:.1f} MB into host memory, {rate:.2f} GB/s")
     return done.seconds
 
 

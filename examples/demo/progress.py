@@ -23,22 +23,20 @@ class TierView:
     step: int | None = None  # newest checkpoint there
     to_go: int = 0  # bytes of checkpoints that must still get there
     rate: float | None = None  # bytes a second, while something was moving
-    _moved: int = 0
     _began: tuple[float, int] = (0.0, 0)  # when the movement under way began, and the bytes until then
+    _looked: tuple[float, int] = (0.0, 0)  # the same at the last look
     _grew_at: float | None = None
 
     def moved(self, at: float, total_bytes: int) -> None:
         """Tells that `total_bytes` have moved here in all until the time `at`."""
-        if total_bytes > self._moved:
+        looked_at, moved = self._looked
+        if total_bytes > moved and looked_at:
             if self._grew_at is None or at - self._grew_at > PAUSE_S:
-                self._began = (self._looked_at if self._grew_at is not None else at, self._moved)
+                self._began = self._looked
             began, before = self._began
-            if at > began:
-                self.rate = (total_bytes - before) / (at - began)
-            self._grew_at, self._moved = at, total_bytes
-        self._looked_at = at
-
-    _looked_at: float = 0.0
+            self.rate = (total_bytes - before) / (at - began)
+            self._grew_at = at
+        self._looked = (at, total_bytes)
 
 
 class Watch:
@@ -85,7 +83,7 @@ class Watch:
             self._live.update(self.table(), refresh=True)
         elif (words := self.words()) != self._shown:
             self._shown = words
-            self._console.print(f"[{self.name}] step {self.step:3d}  loss {self.loss:.3f}  {words}", markup=False)
+            self._console.print(f"[{self.name}] step {self.step:3d}  loss {self.loss:.3f}  {words}")
 
     # -- records of the log --------------------------------------------------------------
 
@@ -102,7 +100,8 @@ class Watch:
     def _take_status(self, record: dict[str, Any]) -> None:
         for name, tier in record["tiers"].items():
             view = self.tiers.setdefault(name, TierView())
-            coming = sum(save["bytes"] for save in self._saves.values() if name not in save["tier_seconds"])
+            newer = [save for step, save in self._saves.items() if step > (tier["step"] or 0)]
+            coming = sum(save["bytes"] for save in newer if name not in save["tier_seconds"])
             view.step, view.to_go = tier["step"], max(tier["to_go"], coming)
             view.moved(record["at"], sum(moved for _, target, moved in record["edges"] if target == name))
 

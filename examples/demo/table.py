@@ -13,7 +13,6 @@ from examples.demo.ceiling import ROUNDS, Ceiling
 from stepwell import SaveReport
 
 STORAGE = "nvme"  # the tier whose commit makes a save durable
-WIDTH = 110  # where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,10 @@ def show(console: Console, saves: Sequence[Saved], reads: Sequence[Read], ceilin
     console.print(view)
     how = "direct I/O" if ceiling.direct else "buffered I/O, because the disk takes no direct I/O"
     console.print(
-        f"The ceiling is the best of {ROUNDS} plain writes (fdatasync included) and reads of one file of that size on the "
-        f"same disk,\n{how}, by stepwell's own native engine, in this process: "
-        f"{ceiling.write / 1e9:.2f} GB/s written, {ceiling.read / 1e9:.2f} GB/s read. While a training\nruns, its "
-        "processor time and the flushes to the pfs, a folder on the same disk, take their share of both.",
-        highlight=False,
+        f"The ceiling is the best of {ROUNDS} plain writes (fdatasync included) and reads of one file of that size on\n"
+        f"the same disk, {how}, by stepwell's own native engine in this process:\n"
+        f"{ceiling.write / 1e9:.2f} GB/s written, {ceiling.read / 1e9:.2f} GB/s read. While a training runs, its "
+        "processor time and the flushes\nto the pfs, a folder on the same disk, take their share of both."
     )
 
 

@@ -1,4 +1,4 @@
-"""The three tiers of the demo, as a config file: host memory, a folder for NVMe, a folder for a parallel file system."""
+"""The three tiers of the demo, as a config file: host memory, and folders for NVMe and a parallel file system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = """\
 [[tier]]
 name = "host"                    # this process's memory
 driver = "host"
-capacity = "{host_mib}MiB"          # about {memory} checkpoints of {state_mb:.0f} MB
+capacity = "{host_mib}MiB"  # about {memory} checkpoints of {state_mb:.0f} MB
 
 [[tier]]
 name = "nvme"                    # a node's own disk

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 _MAIN = """
 import json, os, sys, warnings
-import torch, stepwell, stepwell.tiers.wrap
+import torch, stepwell, stepwell.loading, stepwell.opening, stepwell.tiers.wrap
 warnings.simplefilter("default")
 for line in sys.stdin:
     order = json.loads(line)

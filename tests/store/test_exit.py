@@ -83,8 +83,8 @@ AGAIN = {
     "dropped": "store.save(1, state); del store",
     "interrupted": """
 save = store.save(1, state)
-threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
     while True:
         save.wait()
 except KeyboardInterrupt:
@@ -93,9 +93,10 @@ except KeyboardInterrupt:
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", AGAIN)
 def test_B9_again_and_again(tmp_path: Path, scripts: Scripts, way: str) -> None:
-    for number in range(10):
+    for number in range(5):
         (tmp_path / str(number)).mkdir()
         ended = scripts.run(OPEN + AGAIN[way], tmp_path / str(number))
         assert (ended.status, ended.err) == (0, ""), (number, ended)

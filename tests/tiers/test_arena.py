@@ -232,7 +232,9 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         ready = bool(self.arena._free) or self.arena.ready_bytes < self.arena.capacity_bytes
         in_use = {id(slot) for slot in self.held}
-        may_go = [k for k, slot in self.placed.items() if k in self.whole & self.clean_chunks and id(slot) not in in_use]
+        may_go = [
+            k for k, slot in self.placed.items() if k in self.whole & self.clean_chunks and id(slot) not in in_use
+        ]
         assert not may_go, "somebody waits although a chunk could be evicted"
         if ready:  # then all who wait want a kept one, and as many are kept as may be
             assert self.arena.cached_bytes == self.arena.kept_max * SLOT_BYTES
