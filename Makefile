@@ -32,7 +32,7 @@ format: setup  ## ruff: rewrite files in the project's format
 types: setup  ## mypy --strict
 	$(PY) -m mypy
 
-demo: setup  ## train, kill in the middle of a save, resume, compare bit for bit
+demo: setup  ## three tiers: train, kill in a save and in a flush, resume, compare bit for bit
 	$(PY) -m examples.demo $(ARGS)
 
 campaign: setup  ## kill -9 at 500 random moments (SEED=1); the result is added to docs/campaign/

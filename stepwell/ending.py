@@ -42,7 +42,8 @@ _GRACE_S = 1.0
 _LOOK_S, _QUIET_S = 0.2, 1.0
 
 open_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
-_dropped: dict[concurrent.futures.Future[None], Ending] = {}  # of stores that nobody holds any more
+#: of stores that nobody holds any more, each with the newest save
+_dropped: dict[concurrent.futures.Future[None], tuple[Ending, Save | None]] = {}
 _opened: dict[str, int] = {}  # run -> stores of it that this process has opened
 
 
@@ -145,7 +146,7 @@ class Ending:
         self.closed = True
         with contextlib.suppress(StepwellError, RuntimeError):
             closing = self._runtime.start(end())
-            _dropped[closing] = self
+            _dropped[closing] = self, newest
             closing.add_done_callback(lambda done: _dropped.pop(done, None))
 
     async def _finish(self, newest: Save | None, limit_s: float) -> None:
@@ -200,7 +201,10 @@ class Ending:
 def _at_exit() -> None:
     """The newest save of a script that just ends still becomes durable."""
     with _no_noise():
-        ends = {store.leave(): store.ending for store in list(open_stores) if not store.ending.closed} | _dropped
+        ends = {store.leave(): store.ending for store in list(open_stores) if not store.ending.closed}
+        for closing, (ending, newest) in list(_dropped.items()):
+            closing.cancel()  # it has no limit
+            ends[ending.leave(newest)] = ending
         try:
             names = {future: ending.run for future, ending in ends.items()}
             wait_with_line(names, max((ending.exit_timeout_s for ending in ends.values()), default=0.0) + 2 * LEAVE_S)

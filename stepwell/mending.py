@@ -44,9 +44,21 @@ class Mender:
         chain = self._chain
         attempt = Attempt.parse(record.attempt)
         assert attempt is not None
+        chain.catalog.reading[attempt] += 1  # its good copies must stay meanwhile
+        try:
+            await self._write_all(attempt, bad, record)
+        finally:
+            chain.catalog.reading[attempt] -= 1
+
+    async def _write_all(self, attempt: Attempt, bad: Bad, record: RankRecord) -> None:
+        chain = self._chain
         for (name, key), wrong in bad.items():
             target = chain.named(name)
-            held = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
+            held = [
+                h.tier
+                for h in chain.catalog.holdings.get(attempt, [])
+                if (attempt.folder, h.tier.info.name) not in self._busy
+            ]
             sources = [tier for tier in held if tier is not target]
             shard = next(s for s in record.shards if s.file == key.name)
             if target not in held or target.info.read_only or target is chain.host or not sources:

@@ -183,15 +183,9 @@ class Mover:
             raise
 
     async def _put_chunk(
-        self,
-        tier: Tier,
-        edge: Edge,
-        shard: ShardJob,
-        start: int,
-        slot: Slot,
-        turn: Turn | None,
+        self, tier: Tier, edge: Edge, shard: ShardJob, start: int, slot: Slot, turn: Turn | None,
         on_copied: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Owns the slot and the turn until it ends."""
         length = min(self.arena.slot_bytes, shard.size - start)
         linked = Ticket() if tier.info.linked else None
@@ -226,14 +220,10 @@ class Mover:
         self, shard: ShardJob, start: int, length: int, slot: Slot, signal: Ticket | None
     ) -> asyncio.Future[Done]:
         job = Job(
-            Op.GATHER,
-            address=slot.address,
-            length=length,
-            pieces=shard.source.pieces(start, start + length),
-            pieces_offset=start,
+            Op.GATHER, address=slot.address, length=length, signal=signal,
+            pieces=shard.source.pieces(start, start + length), pieces_offset=start,
             crcs=shard.crcs[start // BLOCK_BYTES : -(-(start + length) // BLOCK_BYTES)],
-            signal=signal,
-        )
+        )  # fmt: skip
         [copying] = self.copier.start([job])
         return copying
 
@@ -345,13 +335,8 @@ class Mover:
 
     async def _scatter(self, reading: Reading, read: Read, address: int, crcs: Crcs | None) -> Done:
         job = Job(
-            Op.SCATTER,
-            address=address,
-            length=read.length,
-            pieces=reading.pieces,
-            pieces_offset=read.start,
-            crcs=crcs,
-        )
+            Op.SCATTER, address=address, length=read.length, pieces=reading.pieces, pieces_offset=read.start, crcs=crcs
+        )  # fmt: skip
         [done] = await self.copier.run([job])
         return done
 

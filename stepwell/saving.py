@@ -65,6 +65,7 @@ class Save:
         self.checkpoint: str | None = None
         #: the store's newest step and the one to rewind to before this save; taken up again if it fails
         self.line_before: tuple[int | None, int | None] | None = None
+        self.interrupted = False  # by Ctrl-C, which has told the caller already
         self._seconds: dict[str, float] = {}
         self._failure: BaseException | None = None
         self._troubles: dict[str, BaseException] = {}  # tier -> what keeps it from getting there so far
@@ -268,9 +269,9 @@ class SaveRecord:
             self._under_way.append(now)
             if self._unsaved_since is None:
                 self._unsaved_since = now
-        save.on_end = lambda step, error: self._ended(now, step, error)
+        save.on_end = lambda step, error: self._ended(now, save, error)
 
-    def _ended(self, began: float, step: int, error: BaseException | None) -> None:
+    def _ended(self, began: float, save: Save, error: BaseException | None) -> None:
         with self._lock:
             if began in self._under_way:
                 self._under_way.remove(began)
@@ -280,8 +281,8 @@ class SaveRecord:
                 return
             self.failed += 1
             self.last_error = error
-            if not self._durable:
-                self._untold = (step, error)
+            if not self._durable and not save.interrupted:
+                self._untold = (save.step, error)
 
     @property
     def unsaved_seconds(self) -> float:

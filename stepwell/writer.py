@@ -95,6 +95,7 @@ class RunWriter:
     def skip(self, save: Save, blocked_s: float | None) -> None:
         """Ends a save whose `save()` has blocked for so long, or was interrupted (None), and says so."""
         if blocked_s is None:
+            save.interrupted = True
             save.fail(StepwellError("save() was interrupted", step=save.step))
             return
         first, arena = self._chain.first.info.name, self._chain.mover.arena

@@ -23,11 +23,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
-
-from examples.demo.story import tell
-from stepwell.errors import StepwellError
-
 WIDTH = 110  # where there is no terminal
 STEPS_MIN = 5  # in saves: one before the kills, two that they hit, one more for each kill that comes too late
 
@@ -60,6 +55,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    # only now, because torch takes its time and a mistake in the options should show at once
+    from rich.console import Console
+
+    from examples.demo.story import tell
+    from stepwell.errors import StepwellError
+
     args.dir.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=args.dir)).resolve()
     os.environ["XDG_CACHE_HOME"] = str(home / "cache")  # where shared tiers are remembered: not these

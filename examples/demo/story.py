@@ -45,10 +45,10 @@ def tell(args: argparse.Namespace, home: Path, console: Console) -> None:
     saves = [Saved.noted("uninterrupted", whole.saves[step]) for step in sorted(whole.saves)]
     for number, one in enumerate(attempts, 1):
         saves += [Saved.noted(f"killed, process {number}", one.saves[step]) for step in sorted(one.saves)]
-    quiet, quiet_read = save_and_restore_quietly(tiers, trainee)
+    quiet, quiet_reads = save_and_restore_quietly(tiers, trainee)
     console.print("equal, bit for bit: what was saved and what was restored")
     ceiling = measure_ceiling(home / "nvme", quiet[-1].size)
-    reads.append(quiet_read)
+    reads += quiet_reads
     if args.pretrained:
         say("5. a real pretrained model")
         reads += show_pretrained(home, console)

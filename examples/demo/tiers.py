@@ -12,13 +12,12 @@ from examples.demo.model import LENGTH, ByteTransformer
 #: what each weight takes in a checkpoint: itself and AdamW's two moments, in float32
 BYTES_PER_WEIGHT = 12
 CHUNK_BYTES = 8 << 20
-MEMORY = 1.5  # host memory in checkpoints: the newest stays there whole, of the one before only a part
 
 CONFIG = """\
 [[tier]]
 name = "host"                    # this process's memory
 driver = "host"
-capacity = "{host_mib}MiB"  # about {memory} checkpoints of {state_mb:.0f} MB
+capacity = "{host_mib}MiB"  # room for about one and a half checkpoints of {state_mb:.0f} MB
 
 [[tier]]
 name = "nvme"                    # a node's own disk
@@ -78,14 +77,22 @@ def make_tiers(home: Path, layers: int, width: int, flush_s: float) -> Tiers:
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in ByteTransformer(layers, width, LENGTH).parameters())
     state_bytes = weights * BYTES_PER_WEIGHT
-    slots = round(MEMORY * state_bytes / CHUNK_BYTES * 8 / 7) + 2  # of an arena, an eighth is for what passes through
     tiers = Tiers(home, state_bytes, max(1, round(state_bytes / flush_s / 1e6)) * 1_000_000)
     for name in ("nvme", "pfs"):
         (home / name).mkdir()
-    host_mib = max(64, slots * CHUNK_BYTES >> 20)
-    values = {"memory": MEMORY, "state_mb": state_bytes / 1e6, "bandwidth_mb": tiers.bandwidth // 1_000_000}
-    tiers.config.write_text(CONFIG.format(host_mib=host_mib, **values))
+    values = {"state_mb": state_bytes / 1e6, "bandwidth_mb": tiers.bandwidth // 1_000_000}
+    tiers.config.write_text(CONFIG.format(host_mib=_host_slots(state_bytes) * CHUNK_BYTES >> 20, **values))
     return tiers
+
+
+def _host_slots(state_bytes: int) -> int:
+    """Host memory in chunks: the newest checkpoint stays there whole, of the one before only a part."""
+    one = -(-state_bytes // 3 // CHUNK_BYTES) + -(-state_bytes * 2 // 3 // CHUNK_BYTES) + 1  # model, optimizer, rest
+    kept = one + one // 2
+    slots = kept + 2
+    while slots - max(2, slots // 8) < kept:  # the driver leaves so much free for what passes through
+        slots += 1
+    return slots
 
 
 def shard_bytes(folder: Path) -> int:

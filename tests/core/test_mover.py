@@ -109,6 +109,7 @@ def test_a_write_that_fails_in_the_middle(kept: bool, kind: Any) -> None:
                 assert mover.arena.cached_bytes == 0
                 return
             # all of it is in host memory, and goes down from there when it is tried again
+            assert mover.host is not None
             assert mover.arena.chunks(MODEL) == set(range(20))
             reading = Reading(MODEL, [mover.host], job.crcs, Healing(), Priority.SNAPSHOT, target="near")
             await mover.copy(reading, tier, job.size)

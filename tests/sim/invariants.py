@@ -92,8 +92,10 @@ class Invariants:
         if medium is None:
             return  # memory of the process itself
         attempt = saved.attempt
-        if attempt is not None and medium is not self.media[-1] and attempt.epoch < self.newest_epoch:
-            return
+        if attempt is not None and attempt.epoch < self.newest_epoch:
+            late = medium is not self.media[-1]
+            if late or not medium.committed(self._key(attempt.folder)):  # it stood still, and was told late
+                return
         saved.acked.add(tier)
         if attempt is None or not medium.committed(self._key(attempt.folder)):
             raise Broken(f"{saved} was acknowledged on {tier}, and is not there")

@@ -99,6 +99,7 @@ class Training:
     def check_restored(self, process: Process, restored: Restored | None, known: set[Attempt]) -> None:
         """What was restored is right. known: what counted when the restore began."""
         if restored is None:
+            known &= set(self._world.invariants.committed())  # what was not durable may have gone with its node
             if known:
                 raise Broken(f"{process} found nothing, but there is {max(known).folder}")
             self._world.note("restored", process.pid, None)

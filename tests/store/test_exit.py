@@ -44,15 +44,6 @@ ENDS = {
     "closed and saved no more": ("store.save(1, state); store.close()", 0),
     "closed in an atexit handler": ("store.save(1, state); atexit.register(store.close)", 0),
     "nothing is done with it": ("store.save(1, state).wait(); stepwell.open(folder + '/run')", 0),
-    "a daemon thread restores all the time": (
-        "store.save(1, state).wait()\n"
-        "def work():\n"
-        "    while True:\n"
-        "        store.restore({'w': torch.zeros(3_000_000, dtype=torch.int64)})\n"
-        "threading.excepthook = lambda args: None\n"
-        "threading.Thread(target=work, daemon=True).start()",
-        0,
-    ),
 }
 
 
