@@ -42,8 +42,7 @@ _GRACE_S = 1.0
 _LOOK_S, _QUIET_S = 0.2, 1.0
 
 open_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
-#: of stores that nobody holds any more, each with the newest save
-_dropped: dict[concurrent.futures.Future[None], tuple[Ending, Save | None]] = {}
+_dropped: dict[concurrent.futures.Future[None], Ending] = {}  # of stores that nobody holds any more
 _opened: dict[str, int] = {}  # run -> stores of it that this process has opened
 
 
@@ -71,18 +70,19 @@ class Ending:
         self._runtime, self._chain, self._writer = runtime, chain, writer
         self.exit_timeout_s = exit_timeout_s
         self.closed = False
+        self.newest: Save | None = None  # the newest save; its error is the store's when it ends
         self._lock = threading.Lock()
 
-    def close(self, newest: Save | None, limit_s: float) -> None:
+    def close(self, limit_s: float) -> None:
         """Waits until all saves are on every tier that they go to, then frees everything.
 
-        newest: the newest save, whose error is raised: SaveFailed, or WaitTimeout if it is not there in time.
+        Raises what the newest save failed with: SaveFailed, or WaitTimeout if it is not there in time.
         After a KeyboardInterrupt the store is still open: leaving the interpreter waits for it again.
         """
         with self._lock:
             if self.closed:
                 return
-            finishing = self._runtime.start(self._finish(newest, limit_s))
+            finishing = self._runtime.start(self._finish(limit_s))
             try:
                 finishing.result(limit_s + _GRACE_S)
             except KeyboardInterrupt:
@@ -95,11 +95,11 @@ class Ending:
                 raise
             self._stop(PATIENCE_S, STOP_S)
 
-    def close_after_error(self, newest: Save | None) -> None:
+    def close_after_error(self) -> None:
         """As `close`, while an error is under way that matters more: raises nothing. Ctrl-C abandons."""
         if self.closed:
             return
-        finishing = self._runtime.start(self._finish(newest, self.exit_timeout_s))
+        finishing = self._runtime.start(self._finish(self.exit_timeout_s))
         try:
             wait_with_line({finishing: self.run}, self.exit_timeout_s + _GRACE_S)
             self.tell(finishing)
@@ -109,13 +109,13 @@ class Ending:
         except KeyboardInterrupt:
             self.abandon()
 
-    def leave(self, newest: Save | None) -> concurrent.futures.Future[None]:
+    def leave(self) -> concurrent.futures.Future[None]:
         """Starts to close, for the exit to wait for."""
         self.closed = True
 
         async def end() -> None:
             try:
-                await self._finish(newest, self.exit_timeout_s)
+                await self._finish(self.exit_timeout_s)
             except BaseException:
                 await asyncio.wait([asyncio.ensure_future(self._free(HURRY_S))], timeout=LEAVE_S)
                 raise
@@ -129,14 +129,14 @@ class Ending:
         with contextlib.suppress(KeyboardInterrupt, StepwellError):
             self._stop(0.0, LEAVE_S)
 
-    def drop(self, newest: Save | None) -> None:
+    def drop(self) -> None:
         """Lets the loop finish a store that nobody holds any more; the exit waits for it."""
 
         async def end() -> None:
             try:
                 await self._writer.finish()
-                if newest is not None:
-                    await newest.wait_everywhere()
+                if self.newest is not None:
+                    await self.newest.wait_everywhere()
             except StepwellError as error:
                 log.error("the newest save of a store that was dropped is not everywhere: %s", error)
             await self._free(PATIENCE_S)
@@ -146,15 +146,15 @@ class Ending:
         self.closed = True
         with contextlib.suppress(StepwellError, RuntimeError):
             closing = self._runtime.start(end())
-            _dropped[closing] = self, newest
+            _dropped[closing] = self
             closing.add_done_callback(lambda done: _dropped.pop(done, None))
 
-    async def _finish(self, newest: Save | None, limit_s: float) -> None:
+    async def _finish(self, limit_s: float) -> None:
         try:
             async with asyncio.timeout(limit_s):
                 await self._writer.finish()
-                if newest is not None:
-                    await newest.wait_everywhere()
+                if self.newest is not None:
+                    await self.newest.wait_everywhere()
         except TimeoutError as error:
             if isinstance(error, StepwellError):
                 raise
@@ -201,10 +201,11 @@ class Ending:
 def _at_exit() -> None:
     """The newest save of a script that just ends still becomes durable."""
     with _no_noise():
-        ends = {store.leave(): store.ending for store in list(open_stores) if not store.ending.closed}
-        for closing, (ending, newest) in list(_dropped.items()):
+        endings = [store.ending for store in list(open_stores) if not store.ending.closed]
+        for closing, ending in list(_dropped.items()):
             closing.cancel()  # it has no limit
-            ends[ending.leave(newest)] = ending
+            endings.append(ending)
+        ends = {ending.leave(): ending for ending in endings}
         try:
             names = {future: ending.run for future, ending in ends.items()}
             wait_with_line(names, max((ending.exit_timeout_s for ending in ends.values()), default=0.0) + 2 * LEAVE_S)

@@ -40,7 +40,8 @@ def open(
     host memory to that disk, and nothing is ever deleted. Or a config file (*.toml), with `run` beside it; without
     a target STEPWELL_CONFIG and /etc/stepwell.toml are looked for. tiers: instead of a target, a chain of tier
     drivers, nearest first, with `policies` (default: every checkpoint goes to every tier). host: with a folder,
-    how much memory the host tier takes, such as "8GiB" or "25%" (default: it grows with the first save). mode:
+    how much memory the host tier of this process takes, such as "8GiB" or "25%" (default: it grows with the first
+    save). mode:
     "w" to save and restore, "r" for readers, which write nothing. Other keywords are settings: see
     `stepwell.settings.Settings`.
 
@@ -77,6 +78,7 @@ def open(
 
 def _folder(target: Path, run: str | None, mode: str, host: str | int | None) -> tuple[str, list[Tier]]:
     path = target.expanduser().absolute()
+    check_run_name(path.name)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"not a folder: {path}", todo="A run is a folder; give another path")
     if run is not None:

@@ -75,9 +75,12 @@ class OpenCheckpoint(OpenShards):
 
     async def close(self, mover: Mover) -> None:
         """Gives the leases back, once reads that were left behind (a timeout) have ended."""
-        await mover.settled([held.key for held in self.held])
-        self.catalog.reading[self.attempt] -= 1
-        await asyncio.gather(*(lease.close() for lease in self.leases))
+        try:
+            await mover.settled([held.key for held in self.held])
+        finally:
+            self.catalog.reading[self.attempt] -= 1
+            leases, self.leases = self.leases, []
+            await asyncio.gather(*(lease.close() for lease in leases))
 
 
 async def open_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import os
@@ -36,6 +35,7 @@ from stepwell.warm import Ref, start_prefetch
 from stepwell.writer import RunWriter
 
 T = TypeVar("T")
+SKIP_S = 1.0  # how long a loop that is busy may take to note that a save was given up
 log = logging.getLogger("stepwell")
 
 
@@ -67,7 +67,6 @@ class CheckpointStore:
         self._last_step: int | None = None  # highest step saved or found; None: not looked yet
         self._rewind_to: int | None = None
         self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
-        self._newest: Save | None = None
         self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
         self._runtime.run(self._start(policies))
@@ -100,10 +99,10 @@ class CheckpointStore:
         return self._runtime.run(work, timeout, what)
 
     def _check_open(self) -> None:
-        ours = self._pid == os.getpid()
-        if self.ending.closed or not ours:
-            what = "the store is closed" if ours else "this store was opened in the parent of this process"
-            raise StoreClosed(what, todo="Open it again", run=self.run)
+        if self._pid != os.getpid():
+            raise StoreClosed("this store was opened in the parent of this process", todo="Open it again", run=self.run)
+        if self.ending.closed:
+            raise StoreClosed("the store is closed", todo="Open it again", run=self.run)
 
     # -- saving --------------------------------------------------------------------------
 
@@ -140,15 +139,19 @@ class CheckpointStore:
                 self._runtime.loop.call_soon_threadsafe(self._writer.give_up, self._calls, job, error)
                 raise
             self._record.began(save)
-            self._saves, self._newest = [s for s in self._saves if not s.settled] + [save], save
+            self._saves = [s for s in self._saves if not s.settled] + [save]
+            self.ending.newest = save
             running = self._runtime.start(self._writer.save(save))
         limit = self._settings.block_timeout
         try:
             save.copied.result(limit)
         except BaseException as error:
             skipped = isinstance(error, TimeoutError)
-            self._runtime.loop.call_soon_threadsafe(self._writer.skip, save, limit if skipped else None)
-            running.cancel()
+            try:
+                with contextlib.suppress(WaitTimeout):  # the next call must know of it
+                    self._runtime.run(self._writer.skip(save, limit if skipped else None), SKIP_S)
+            finally:
+                running.cancel()
             if not skipped:
                 raise
         save.blocked_seconds = self._clock.monotonic() - began
@@ -282,7 +285,7 @@ class CheckpointStore:
         return done.checkpoint
 
     def _settle(self, timeout: float | None = None) -> None:
-        """Waits until this store's own saves are on some tier, so that a restore sees them. Their errors are their own."""
+        """Waits until this store's own saves are on some tier, so that a restore sees them; errors are their own."""
         deadline = None if timeout is None else self._clock.monotonic() + timeout
         for save in self._saves:
             for tier in self.tiers:
@@ -372,11 +375,7 @@ class CheckpointStore:
         After Ctrl-C the store is still open; leaving the interpreter then waits for it once more.
         """
         if self._pid == os.getpid() and not self.ending.closed:
-            self.ending.close(self._newest, self._settings.exit_timeout if timeout is None else timeout)
-
-    def leave(self) -> concurrent.futures.Future[None]:
-        """Starts to close, for the interpreter's exit to wait for."""
-        return self.ending.leave(self._newest)
+            self.ending.close(self._settings.exit_timeout if timeout is None else timeout)
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -387,7 +386,7 @@ class CheckpointStore:
         if error is None:
             self.close()
         elif self._pid == os.getpid() and not self.ending.closed:
-            self.ending.close_after_error(self._newest)
+            self.ending.close_after_error()
 
     def __repr__(self) -> str:
         tiers = " -> ".join(tier.info.name for tier in self.tiers)
@@ -398,4 +397,4 @@ class CheckpointStore:
         """A store that is dropped without being closed finishes its saves and frees its threads and files."""
         ending = getattr(self, "ending", None)  # it is not there if opening failed
         if ending is not None and self._pid == os.getpid():
-            ending.drop(self._newest)
+            ending.drop()

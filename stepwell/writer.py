@@ -92,7 +92,7 @@ class RunWriter:
             log.exception("deciding on step %d failed", save.step)
             save.fail(error, self._below)
 
-    def skip(self, save: Save, blocked_s: float | None) -> None:
+    async def skip(self, save: Save, blocked_s: float | None) -> None:
         """Ends a save whose `save()` has blocked for so long, or was interrupted (None), and says so."""
         if blocked_s is None:
             save.interrupted = True

@@ -125,7 +125,7 @@ def test_cancelled_at_any_moment_leaves_no_bytes_behind(count: int, limit: float
         await turns(1)
         if count:
             first.leave(True)  # admitted from here, if the pace allows, but it may not know yet
-        await turns(count)
+            await turns(count - 1)
         waiting.cancel()
         await asyncio.wait([waiting])
         if not waiting.cancelled():

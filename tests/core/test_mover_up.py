@@ -240,3 +240,27 @@ def test_verify_is_content_with_one_good_copy_of_each_block() -> None:
             check_all_back(mover)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_whoever_gives_up_while_it_waits_for_a_slot_leaves_its_turn(resumed: bool) -> None:
+    async def scenario() -> None:
+        near, far, state = MemoryTier("source"), MemoryTier("far"), State(SIZE)
+        async with moving(near, far, slots=4) as mover:
+            [job] = await put(mover, near, [(MODEL, state)], False)
+            await reserve(far, MODEL, SIZE)
+            held = [await mover.arena.acquire(Priority.RESTORE) for _ in range(4)]
+            reading = Reading(MODEL, [near], job.crcs, Healing(), Priority.FLUSH, target="far")
+            copying = asyncio.ensure_future(mover.copy(reading, far, SIZE, resumed=resumed))
+            await turns(10)
+            assert sum(way.statistics().in_flight_bytes for way in mover.edges.all()) == MIB
+            copying.cancel()
+            await asyncio.wait([copying])
+            for slot in held:
+                mover.arena.release(slot)
+            check_all_back(mover)
+            await mover.copy(reading, far, SIZE, resumed=resumed)
+            into, _ = await read_back(mover, [far], job)
+            assert np.array_equal(into.data, state.data)
+
+    run(scenario)

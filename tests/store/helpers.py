@@ -11,6 +11,7 @@ import torch
 
 import stepwell
 from stepwell.policies.evict import LRU
+from stepwell.runtime import Runtime
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.wrap import Fault, Faulty
@@ -34,6 +35,11 @@ def disk(path: Path, plan: Sequence[Fault] = (), name: str = "disk") -> Faulty:
 
 def steps(store: stepwell.CheckpointStore, tier: str) -> list[int]:
     return [c.step for c in store.checkpoints() if tier in c.tiers]
+
+
+def release(tier: Faulty) -> None:
+    """Ends all stalls of a tier that a store uses."""
+    Runtime.get().loop.call_soon_threadsafe(tier.release)
 
 
 def eventually(what: Callable[[], bool]) -> None:

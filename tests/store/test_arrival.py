@@ -16,7 +16,7 @@ from stepwell.policies.base import Closing, Event, Flush, View
 from stepwell.policies.flush import FlushAll
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.wrap import Fault, Faulty
-from tests.store.helpers import ALWAYS, disk, eventually, host, state
+from tests.store.helpers import ALWAYS, disk, eventually, host, release, state
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -95,7 +95,7 @@ def test_a_stalled_lower_tier_delays_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(WaitTimeout, match="step 7 to far.*step 7 on near.*next store"):
         store.close(timeout=0.3)
     assert time.monotonic() - began < 5
-    far.release()
+    release(far)
     near, far = (Faulty(FileTier(tmp_path / name, name=name), []) for name in ("near", "far"))
     with stepwell.open(run="run", tiers=[host(), near, far]) as store:  # goes on with it
         target = state(0.0, 1_000_000)
@@ -138,7 +138,7 @@ def test_waiting_for_a_tier_where_it_is_not_sent_ends_before_the_first_tier_has_
             save.wait("far", timeout=20)
         assert not save.done("near")
         near.plan = []
-        near.release()
+        release(near)
         save.wait("near")
         store.flush(3)
         assert [c.tiers for c in store.checkpoints()] == [("host", "near", "far")] * 2

@@ -19,7 +19,7 @@ from stepwell.settings import Settings
 from stepwell.store import CheckpointStore
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.wrap import Fault
-from tests.store.helpers import ALWAYS, disk, eventually, host, state, steps
+from tests.store.helpers import ALWAYS, disk, eventually, host, release, state, steps
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -145,7 +145,7 @@ def test_max_unsaved_counts_saves_that_never_end(tmp_path: Path) -> None:
         store.save(3, state())
     with pytest.raises(WaitTimeout, match="step 2 to disk.*newest checkpoint of run run: step 1 on disk"):
         store.close(timeout=0.1)
-    tier.release()
+    release(tier)
 
 
 # -- what blocks ---------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_a_full_arena_behind_a_stuck_disk_blocks_only_so_long(tmp_path: Path, ca
             skipped.wait(timeout=20)
         assert not first.done()
         tier.plan.clear()
-        tier.release()
+        release(tier)
         first.wait()
         store.save(3, big).wait()  # the same step again
         assert steps(store, "disk") == [1, 2, 3]

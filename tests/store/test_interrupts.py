@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,29 +15,38 @@ from pathlib import Path
 import pytest
 
 import stepwell
+from stepwell.ending import LEAVE_S
 from stepwell.errors import SaveFailed
 from stepwell.tiers.wrap import Fault
-from tests.store.helpers import ALWAYS, disk, eventually, host, state, steps
+from tests.store.helpers import ALWAYS, disk, eventually, host, release, state, steps
+
+
+def _main_thread_waits_in(call: str) -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    codes = [inner.f_code for inner, _ in traceback.walk_stack(frame)]
+    ours = [code.co_name for code in codes if Path(code.co_filename).parent.name == "stepwell"]
+    return codes[0].co_name == "wait" and call in ours
 
 
 @contextmanager
-def interrupted(when: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C as soon as `when` is true; the block must be left by it within a second."""
+def interrupted(call: str, when: Callable[[], object] = lambda: True) -> Iterator[None]:
+    """Ctrl-C while the block waits in `call` and `when` is true; it must leave the block within a second."""
     struck: list[float] = []
 
     def strike() -> None:
-        eventually(lambda: bool(when()))
-        struck.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            eventually(lambda: bool(when()) and _main_thread_waits_in(call))
+        finally:
+            struck.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=strike)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        thread.join()
-    assert time.monotonic() - struck[0] < 1
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        yield
+    left = time.monotonic()
+    thread.join()
+    assert left - struck[0] < 1 + LEAVE_S  # at most: what abandons gives the run up
 
 
 def test_in_wait_the_save_goes_on(tmp_path: Path) -> None:
@@ -44,9 +55,9 @@ def test_in_wait_the_save_goes_on(tmp_path: Path) -> None:
         store.save(1, state()).wait()
         tier.plan = [Fault("write", 1, "stall", times=ALWAYS)]
         save = store.save(2, state())
-        with interrupted(lambda: tier.hit):
+        with interrupted("wait", lambda: tier.hit):
             save.wait()
-        tier.release()
+        release(tier)
         save.wait()
         assert steps(store, "disk") == [1, 2]
 
@@ -59,10 +70,10 @@ def test_in_save_the_checkpoint_is_given_up_and_the_step_can_be_saved_again(tmp_
         tier.plan = [Fault("write", 1, "stall", times=ALWAYS)]
         stuck = store.save(2, large)
         eventually(lambda: bool(tier.hit))
-        with interrupted(lambda: any(edge.queued for edge in store.status().edges) and arena.arena.chunks):
+        with interrupted("save", lambda: arena.arena.in_use == arena.arena.kept_max):
             store.save(3, large)
         tier.plan = []
-        tier.release()
+        release(tier)
         stuck.wait()
         store.save(3, large).wait()
         assert steps(store, "disk") == [1, 2, 3]
@@ -73,9 +84,9 @@ def test_in_save_the_checkpoint_is_given_up_and_the_step_can_be_saved_again(tmp_
 def test_in_the_first_save_it_is_no_failure_that_the_next_call_must_tell(tmp_path: Path) -> None:
     tier = disk(tmp_path, [Fault("reserve", 1, "stall")])
     with stepwell.open(run="run", tiers=[host(), tier]) as store:
-        with interrupted(lambda: tier.hit):
+        with interrupted("save", lambda: tier.hit):
             store.save(1, state())
-        tier.release()
+        release(tier)
         store.save(1, state()).wait()
         assert steps(store, "disk") == [1]
 
@@ -86,11 +97,11 @@ def test_in_close_the_store_stays_open(tmp_path: Path) -> None:
     store.save(1, state()).wait("far")
     far.plan = [Fault("write", 1, "stall", times=ALWAYS)]
     store.save(2, state()).wait("near")
-    with interrupted(lambda: far.hit):
+    with interrupted("close"):
         store.close()
     save = store.save(3, state())
     save.wait("near")
-    far.release()
+    release(far)
     store.close()
     assert save.done("far")
 
@@ -99,7 +110,7 @@ def test_in_a_with_block_that_is_left_by_ctrl_c_the_second_one_abandons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     near, far = disk(tmp_path, name="near"), disk(tmp_path, name="far")
-    with interrupted(lambda: far.hit), stepwell.open(run="run", tiers=[host(), near, far]) as store:
+    with interrupted("wait_with_line"), stepwell.open(run="run", tiers=[host(), near, far]) as store:
         store.save(1, state()).wait("far")
         far.plan = [Fault("write", 1, "stall", times=ALWAYS)]
         store.save(2, state()).wait("near")
@@ -107,7 +118,7 @@ def test_in_a_with_block_that_is_left_by_ctrl_c_the_second_one_abandons(
     assert "abandoned what was under way; newest checkpoint of run run: step 2 on near, step 1 on far" in (
         capsys.readouterr().err
     )
-    far.release()
+    release(far)
 
 
 def test_in_restore_it_can_be_called_again(tmp_path: Path) -> None:
@@ -116,9 +127,9 @@ def test_in_restore_it_can_be_called_again(tmp_path: Path) -> None:
         store.save(1, state(5.0)).wait()
         tier.plan = [Fault("read", 1, "stall", times=ALWAYS)]
         target = state(0.0)
-        with interrupted(lambda: tier.hit):
+        with interrupted("restore", lambda: tier.hit):
             store.restore(target)
-        tier.release()
+        release(tier)
         assert store.restore(target) is not None
         assert bool((target["model"]["w"] == 5).all())
 
@@ -128,9 +139,9 @@ def test_in_flush(tmp_path: Path) -> None:
     with stepwell.open(run="run", tiers=[near, far], policies=[]) as store:
         store.save(1, state()).wait("near")
         far.plan = [Fault("write", 1, "stall", times=ALWAYS)]
-        with interrupted(lambda: far.hit):
+        with interrupted("flush", lambda: far.hit):
             store.flush()
-        far.release()
+        release(far)
         store.flush()
         assert steps(store, "far") == [1]
 
@@ -146,14 +157,23 @@ def test_a_handler_that_saves_is_heard_in_a_save(tmp_path: Path) -> None:
         store.save(2, large)
         eventually(lambda: bool(tier.hit))
 
+        def full() -> bool:
+            return arena.arena.in_use == arena.arena.kept_max and _main_thread_waits_in("save")
+
+        def strike() -> None:
+            eventually(full)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
         def handler(*_: object) -> None:
-            tier.release()
+            release(tier)
             inner.append(store.save(4, state()))
 
         before = signal.signal(signal.SIGUSR1, handler)
         try:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            thread = threading.Thread(target=strike)
+            thread.start()
             store.save(3, large)
+            thread.join()
         finally:
             signal.signal(signal.SIGUSR1, before)
         inner[0].wait()
@@ -163,9 +183,9 @@ def test_a_handler_that_saves_is_heard_in_a_save(tmp_path: Path) -> None:
 def test_a_failure_after_an_interrupted_save_is_still_told(tmp_path: Path) -> None:
     tier = disk(tmp_path, [Fault("reserve", 1, "stall"), Fault("reserve", 2)])
     with stepwell.open(run="run", tiers=[host(), tier]) as store:
-        with interrupted(lambda: tier.hit):
+        with interrupted("save", lambda: tier.hit):
             store.save(1, state())
-        tier.release()
+        release(tier)
         with pytest.raises(SaveFailed):
             store.save(1, state()).wait()
         with pytest.raises(SaveFailed, match="first save of this process"):

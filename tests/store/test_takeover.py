@@ -121,16 +121,17 @@ def test_a_second_store_of_the_same_process_is_busy_until_the_first_closes(tmp_p
 
 
 def test_an_overtaken_writer_cannot_commit(tmp_path: Path) -> None:
-    with stepwell.open(run="run", tiers=[FileTier(tmp_path)]) as store:
-        store.save(1, state()).wait()
-        usurper = decode((tmp_path / "run" / epoch_file(1)).read_bytes(), EpochRecord)
-        usurper.token, usurper.pid = "other", 1
-        (tmp_path / "run" / epoch_file(2)).write_bytes(encode(usurper))
-        with pytest.raises(SaveFailed) as caught:
-            store.save(2, state()).wait()
-        assert isinstance(caught.value.__cause__, RunBusy)
-        assert [c.step for c in store.checkpoints()] == [1]
-        store._saves.clear()  # its error has been looked at
+    store = stepwell.open(run="run", tiers=[FileTier(tmp_path)])
+    store.save(1, state()).wait()
+    usurper = decode((tmp_path / "run" / epoch_file(1)).read_bytes(), EpochRecord)
+    usurper.token, usurper.pid = "other", 1
+    (tmp_path / "run" / epoch_file(2)).write_bytes(encode(usurper))
+    with pytest.raises(SaveFailed) as caught:
+        store.save(2, state()).wait()
+    assert isinstance(caught.value.__cause__, RunBusy)
+    assert [c.step for c in store.checkpoints()] == [1]
+    with pytest.raises(SaveFailed, match="another writer"):
+        store.close()
 
 
 def test_a_killed_writer_is_replaced_without_waiting(tmp_path: Path) -> None:

@@ -108,6 +108,27 @@ class ArenaMachine(RuleBasedStateMachine):
         self.turn()
         assert before <= set(self.placed), "a chunk in use was evicted"
 
+    @rule(shard=st.sampled_from(SHARDS), number=st.integers(0, 9), clean=st.booleans())
+    def keep(self, shard: str, number: int, clean: bool) -> None:
+        """A chunk comes and stays, if there is room now."""
+        if self.waiting or (shard, number) in self.placed:
+            return
+        self.acquire(Priority.SNAPSHOT, True)
+        if self.waiting:
+            [(_, _, task)] = self.waiting
+            self.waiting.clear()
+            task.cancel()
+            self.turn()
+            return
+        slot = self.held.pop()
+        assert self.arena.place(slot, shard, number, 100)
+        self.placed[shard, number] = slot
+        self.arena.filled(slot)
+        self.whole.add((shard, number))
+        self.arena.release(slot)
+        if clean:
+            self.clean(shard)
+
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -200,6 +221,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.capacity_bytes == self.capacity * SLOT_BYTES
         assert self.arena.ready_bytes <= self.arena.capacity_bytes
         assert self.arena.cached_bytes <= self.arena.kept_max * SLOT_BYTES
+        assert self.arena._clean == len(self.whole & self.clean_chunks)
 
     @invariant()
     def no_slot_is_in_two_places(self) -> None:
