@@ -36,6 +36,8 @@ log = logging.getLogger("stepwell")
 PATIENCE_S, HURRY_S = 3.0, 0.5
 #: how long closing waits for tiers after that; leaving the interpreter does not wait long for one that hangs
 STOP_S, LEAVE_S = 10.0, 2.0
+#: of a short limit, the part that is kept for it
+LEAVE_SHARE = 0.1
 #: on top of what the loop was given: an answer that does not come then never comes
 _GRACE_S = 1.0
 #: between two looks, and before the first line is printed
@@ -151,7 +153,8 @@ class Ending:
 
     async def _finish(self, limit_s: float) -> None:
         try:
-            async with asyncio.timeout(limit_s):
+            # the last part of the time is for letting go of a tier that hangs: the limit holds for all of it
+            async with asyncio.timeout(limit_s - min(LEAVE_S, LEAVE_SHARE * limit_s)):
                 await self._writer.finish()
                 if self.newest is not None:
                     await self.newest.wait_everywhere()

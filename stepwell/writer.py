@@ -322,9 +322,12 @@ class RunWriter:
         first = self._chain.first.info.name
         ways = [f"step {save.step} to {first}" for save in self._saving.values()]
         for name, flusher in self.flushers.items():
-            for goal in flusher.goals:
-                ways.append(f"step {goal.attempt.step} to {name}" + (f" ({goal.error})" if goal.error else ""))
-        return ", ".join(ways)
+            if steps := sorted(goal.attempt.step for goal in flusher.goals):
+                few = steps if len(steps) <= 4 else [*steps[:2], "…", steps[-1]]
+                what = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps ({', '.join(map(str, few))})"
+                error = next((goal.error for goal in flusher.goals if goal.error), None)
+                ways.append(f"{what} to {name}" + (f": {error}" if error else ""))
+        return "; ".join(ways)
 
     async def finish(self) -> None:
         """Waits for the saves under way and for what policies want of them, the newest first."""

@@ -83,22 +83,30 @@ class DaemonExecutor(Executor):
         if self._pid != os.getpid():  # the parent's threads did not come along, and its lock may be held for ever
             self._make_fresh()
         future: Future[T] = Future()
-
+        work: _Work | None = _Work(call, future)
         with self._lock:
             if self._shutdown:
                 raise RuntimeError(f"executor {self.name!r} was shut down")
             if waiting_max is not None and self._queue.qsize() >= waiting_max:
                 raise RuntimeError(f"executor {self.name!r}: {waiting_max} calls are waiting for an answer")
-            self._queue.put(_Work(call, future))
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self.threads_max:
-                self._start_thread()
+            self._queue.put(work)
+            if self._idle.acquire(blocking=False) or len(self._threads) >= self.threads_max or self._start_thread():
+                return future
+            work = None if self._threads else self._queue.get()
+        if work is not None:
+            work.run()
         return future
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """False if there can be no more: while the interpreter is being left, Python 3.12 starts none."""
         name = f"stepwell-{self.name}-{len(self._threads)}"
         thread = threading.Thread(target=_serve, args=(self._queue, self._idle), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
         self._threads.append(thread)
-        thread.start()
+        return True
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuses further calls; threads end once the queue is empty. Only `wait=True` waits for them."""

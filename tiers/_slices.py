@@ -56,9 +56,12 @@ class Slices:
                 return
             self._preparing = True
         if self._background:
-            threading.Thread(target=self._prepare, name="stepwell-arena", daemon=True).start()
-        else:
-            self._prepare()
+            try:
+                threading.Thread(target=self._prepare, name="stepwell-arena", daemon=True).start()
+                return
+            except RuntimeError:  # the interpreter is being left: Python 3.12 starts no thread then
+                pass
+        self._prepare()
 
     def _prepare(self) -> None:
         """Makes slots ready until as many are as are wanted. A thread of its own."""

@@ -221,3 +221,19 @@ atexit.register(ending._at_exit)
 """
     ended = scripts.run(OPEN + code, tmp_path)
     assert (ended.status, ended.err) == (0, "") and "the store is closed" in ended.out
+
+
+def test_no_thread_need_be_started_at_the_exit(tmp_path: Path, scripts: Scripts) -> None:
+    """Python 3.12 refuses to."""
+    code = """
+def refuse(_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+def late():
+    threading.Thread.start = refuse
+    store.save(2, {"w": torch.arange(20_000_000)})
+store.save(1, state)
+atexit.register(late)
+"""
+    ended = scripts.run(OPEN + code, tmp_path)
+    assert (ended.status, ended.err) == (0, "")
+    assert torch.equal(stepwell.load(tmp_path / "run")["w"], torch.arange(20_000_000))

@@ -142,3 +142,23 @@ started.wait()
 executor.submit(int)
 """
     assert run_alone(script) == 0
+
+
+def test_calls_are_still_made_when_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    """Python 3.12 starts none while the interpreter is being left."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    started = DaemonExecutor("started", 2)
+    started.submit(gate.wait)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fresh = DaemonExecutor("fresh", 2)
+    assert fresh.submit(lambda: threading.current_thread()).result(0) is threading.current_thread()
+    waiting = started.submit(lambda: threading.current_thread())
+    assert not waiting.done()  # for the one thread that there is
+    gate.set()
+    assert waiting.result(10) is not threading.current_thread()
+    started.shutdown()

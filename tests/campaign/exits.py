@@ -1,0 +1,64 @@
+"""Leaving the interpreter, again and again: every save is whole, and nothing is noisy, aborts or hangs.
+
+python -m tests.campaign.exits --rounds 200 --dir SCRATCH
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import stepwell
+from tests.store.scripts import Scripts
+from tests.store.test_exit import AGAIN, OPEN
+
+
+def one_round(scripts: Scripts, folder: Path, way: str) -> float:
+    """Seconds that the script took. Raises AssertionError if it ended in any other way than silently and whole."""
+    folder.mkdir()
+    ended = scripts.run(OPEN + AGAIN[way], folder)
+    assert (ended.status, ended.err) == (0, ""), ended
+    assert torch.equal(stepwell.load(folder / "run")["w"], torch.arange(3_000_000))
+    return ended.seconds
+
+
+def run(folder: Path, rounds: int) -> dict[str, object]:
+    """All rounds of all ways; returns the totals."""
+    scripts, wrong, longest_s, began = Scripts(folder), 0, 0.0, time.monotonic()
+    for way in AGAIN:
+        for number in range(rounds):
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                try:
+                    longest_s = max(longest_s, one_round(scripts, Path(scratch) / "round", way))
+                except AssertionError as error:
+                    wrong += 1
+                    print(f"{way}, round {number + 1} is WRONG: {error}", file=sys.stderr)
+    scripts.close()
+    return {
+        "trial": "exits",
+        "rounds": rounds * len(AGAIN),
+        "wrong": wrong,
+        "longest_s": round(longest_s, 2),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="of each way to leave")
+    parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="exits.") as scratch:
+        result = run(Path(scratch), args.rounds)
+    print(json.dumps(result))
+    sys.exit(1 if result["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()
