@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
-import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +23,7 @@ import torch
 import stepwell
 from stepwell.tiers._medium import EngineName
 from stepwell.tiers.file import FileTier
+from tests.resources import comes_back_to, describe_files, in_use
 
 GIB = 1 << 30
 #: the pattern's length is odd, so that a block at a wrong place, or moved by 2 or 4 GiB, is not right by chance
@@ -83,19 +81,6 @@ def one_array(folder: Path) -> None:
     check(torch.from_numpy(loaded["arrays"]["large"].reshape(-1)))
 
 
-def in_use() -> tuple[int, int]:
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-def back_to(limit: tuple[int, int]) -> None:
-    """Raises AssertionError unless threads and files come back: those of dropped stores end in the background."""
-    deadline = time.monotonic() + 60
-    while not all(have <= most + 4 for have, most in zip(in_use(), limit, strict=True)):
-        assert time.monotonic() < deadline, f"threads and files: {in_use()}, at first {limit}"
-        time.sleep(0.1)
-        gc.collect()
-
-
 def thousand_stores(folder: Path) -> None:
     """Opened, used and dropped."""
     state = {"w": torch.ones(10)}
@@ -104,7 +89,7 @@ def thousand_stores(folder: Path) -> None:
     before = in_use()
     for _ in range(1000):
         stepwell.open(folder / "run", mode="r").restore(state)
-    back_to(before)
+    assert comes_back_to(before, spare=4), describe_files()
 
 
 def thousand_loops(folder: Path) -> None:
@@ -118,7 +103,7 @@ def thousand_loops(folder: Path) -> None:
         before = in_use()
         for step in range(2, 1002):
             asyncio.run(once(store, step))
-        back_to(before)
+        assert comes_back_to(before, spare=4), describe_files()
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[Path], None]]]:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
-import os
 import random
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ import stepwell
 from stepwell.tiers.base import ChunkIO
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import saved, script, shards, through
+from tests.resources import comes_back_to, describe_files, in_use
 from tests.state.memory import assert_same
 
 #: argv: errno, folder. Forbids io_uring_setup in this process, then saves, restores and loads.
@@ -236,35 +233,20 @@ def test_G10_a_file_system_in_user_space(fuse: Path) -> None:
     assert_same(stepwell.load(fuse / "run"), state)
 
 
-def threads_and_files() -> tuple[int, int]:
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-def settled(limit: tuple[int, int]) -> bool:
-    """Whether threads and files come back to a limit: those of dropped stores end in the background."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        gc.collect()
-        if all(have <= most for have, most in zip(threads_and_files(), limit, strict=True)):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 @pytest.mark.parametrize("way", ["closed", "dropped"])
 def test_G12_stores_leave_no_threads_and_no_files(tmp_path: Path, way: str) -> None:
     """1000 of each: tests/campaign/large.py."""
     saved(tmp_path / "run", {"w": torch.ones(10)})
     with stepwell.open(tmp_path / "run", mode="r") as store:
         store.restore({"w": torch.zeros(10)})
-    threads, files = threads_and_files()
+    before = in_use()
     for _ in range(60):
         store = stepwell.open(tmp_path / "run", mode="r")
         store.restore({"w": torch.zeros(10)})
         if way == "closed":
             store.close()
         del store
-    assert settled((threads + 4, files + 4)), threads_and_files()
+    assert comes_back_to(before, spare=4), describe_files()
 
 
 def test_G12_what_a_closed_store_held_in_memory_is_not_looked_for_there(tmp_path: Path) -> None:
@@ -284,10 +266,10 @@ def test_G12_event_loops_leave_nothing(tmp_path: Path) -> None:
 
     with stepwell.open(tmp_path / "run") as store:
         asyncio.run(once(1))
-        threads, files = threads_and_files()
+        before = in_use()
         for step in range(2, 40):
             asyncio.run(once(step))
-        assert settled((threads + 2, files + 2))
+        assert comes_back_to(before, spare=2), describe_files()
 
 
 IMPORT = """

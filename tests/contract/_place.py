@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -13,6 +10,7 @@ from typing import Any, ClassVar
 
 from stepwell.native import Region
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Reservation, ShardKey, Tier
+from tests.resources import comes_back_to, describe_files, in_use
 
 LENGTHS = (0, 1, 511, 512, 4095, 4096, 4097, (8 << 20) + 1)
 CANARY = 0xA5
@@ -129,20 +127,6 @@ def perform(place: Place, scenario: Scenario, *, capacity_bytes: int | None = No
         finally:
             await tier.close()
 
-    before = open_files()
+    before = in_use()
     asyncio.run(main())
-    if open_files() != before:
-        gc.collect()  # a loop's own descriptors may wait for it
-    assert open_files() == before, describe_files()
-
-
-def describe_files() -> str:
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            links.append(f"{number}: " + os.readlink(f"/proc/self/fd/{number}"))
-    return "\n".join(links)
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert comes_back_to(before), describe_files()

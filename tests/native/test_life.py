@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.native import Done, Engine, Job, Op, Region, Ticket, probe_uring
+from tests.resources import comes_back_to, describe_files, in_use
 
 Run = Callable[[Engine, list[Job]], list[Done]]
 
@@ -198,10 +199,6 @@ def test_signals_disturb_nothing(engine: Engine, open_file: Callable[..., int], 
     assert (tmp_path / "file").read_bytes() == data
 
 
-def in_use() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
 def test_a_thousand_engines_leave_nothing(backend: str, run: Run) -> None:
     fd = os.memfd_create("file")
     before = in_use()
@@ -209,7 +206,7 @@ def test_a_thousand_engines_leave_nothing(backend: str, run: Run) -> None:
         with Engine(f"e{number}", backend=backend, threads=2) as engine:  # type: ignore[arg-type]
             if number % 100 == 0:
                 assert run(engine, [Job(Op.SYNC, fd)])[0].result == 0
-    assert in_use() == before
+    assert comes_back_to(before), describe_files()
     os.close(fd)
 
 
@@ -219,7 +216,7 @@ def test_a_dropped_engine_closes_itself_and_complains(backend: str) -> None:
     with pytest.warns(ResourceWarning, match="never closed"):
         del engine
         gc.collect()
-    assert in_use() == before
+    assert comes_back_to(before), describe_files()
 
 
 def test_many_threads_share_an_engine(engine: Engine, region: Region, open_file: Callable[..., int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import torch
 import stepwell
 from stepwell import ending
 from stepwell.tiers.wrap import Fault
+from tests.resources import comes_back_to, describe_files, in_use
 from tests.store.helpers import ALWAYS, disk, eventually, host, release, state
 from tests.store.scripts import ROOT, Scripts
 
@@ -79,9 +79,6 @@ def test_a_storm_of_signals_disturbs_nothing(tmp_path: Path) -> None:
 def test_many_stores_leave_no_threads_and_no_files_open(tmp_path: Path) -> None:
     """Case G12."""
 
-    def counts() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
     def once(number: int) -> None:
         with stepwell.open(tmp_path / f"run{number}") as store:
             store.save(1, {"w": torch.ones(10)}).wait()
@@ -89,18 +86,14 @@ def test_many_stores_leave_no_threads_and_no_files_open(tmp_path: Path) -> None:
         stepwell.load(tmp_path / f"run{number}")
 
     once(0)
-    threads, files = counts()
+    before = in_use()
     for number in range(1, 25):
         once(number)
-    after_threads, after_files = counts()
-    assert after_threads <= threads + 4 and after_files <= files + 4
+    assert comes_back_to(before, spare=4), describe_files()
 
 
 def test_stores_that_are_dropped_leave_no_threads_and_no_files_open(tmp_path: Path) -> None:
     """Cases G12 and B9: two hundred of them, with a save each now and then."""
-
-    def counts() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     def once(number: int) -> None:
         store = stepwell.open(tmp_path / f"run{number}")
@@ -110,11 +103,11 @@ def test_stores_that_are_dropped_leave_no_threads_and_no_files_open(tmp_path: Pa
     for number in range(3):
         once(number)
     eventually(lambda: not ending._dropped)
-    threads, files = counts()
+    before = in_use()
     for number in range(3, 200):
         once(number)
     eventually(lambda: not ending._dropped)
-    eventually(lambda: counts()[0] <= threads + 2 and counts()[1] <= files + 2)
+    assert comes_back_to(before, spare=2), describe_files()
     for number in range(0, 200, 10):
         assert bool((stepwell.load(tmp_path / f"run{number}")["w"] == number).all())
 

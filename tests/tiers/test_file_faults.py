@@ -30,10 +30,10 @@ from tests.contract.suite import (
     data_of,
     found,
     get,
-    open_files,
     put,
     save,
 )
+from tests.resources import comes_back_to, describe_files, in_use
 from tests.tiers.helpers import disk, on, started, tree
 
 RECORD = RecordKey("run", "epochs/0000001.json")
@@ -309,7 +309,7 @@ def test_another_ranks_abort_may_remove_the_folder(tmp_path: Path, monkeypatch: 
 def test_a_hung_path_delays_neither_its_caller_nor_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "CLOSE_S", 0.01)
     gate, hung = threading.Event(), threading.Event()
-    before = open_files()
+    before = in_use()
 
     def create(*arguments: object) -> tuple[int, bool]:
         hung.set()
@@ -328,7 +328,7 @@ def test_a_hung_path_delays_neither_its_caller_nor_close(tmp_path: Path, monkeyp
 
     on(disk(tmp_path), scenario)
     gate.set()
-    assert open_files() == before
+    assert comes_back_to(before), describe_files()
 
 
 def test_a_path_that_lets_calls_pile_up_is_unavailable(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_write_that_close_overtakes_fails_by_name(tmp_path: Path) -> None:
 
 def test_no_descriptors_leak_when_things_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(tier: FileTier) -> None:
-        before = open_files()
+        before = in_use()
         for name, where in (("sync_folder", _folders), ("make_folders", _files), ("set_direct", _files)):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, refusing(errno.EIO))
@@ -365,6 +365,6 @@ def test_no_descriptors_leak_when_things_fail(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(TierError):
             await tier.reserve(SHARD, 10)
         assert tier.usage().in_flight_bytes == 0
-        assert open_files() == before
+        assert comes_back_to(before), describe_files()
 
     on(disk(tmp_path), scenario)

@@ -20,7 +20,8 @@ from stepwell.tiers.base import RecordKey, Reservation, Tier
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.pfs import PfsTier
 from stepwell.tiers.wrap import Fault, Faulty, Timed
-from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, open_files, put, save
+from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, put, save
+from tests.resources import comes_back_to, describe_files, in_use
 from tests.tiers.helpers import on, started, tree
 
 SHORT_S = 0.4
@@ -136,7 +137,7 @@ def test_a_commit_has_time_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_reservation_that_was_given_up_is_taken_back(root: Path, hang: Callable[[Any, str], Hang]) -> None:
-    before = open_files()
+    before = in_use()
 
     async def scenario(tier: PfsTier) -> None:
         await save(tier, SHARD, data_of(10))
@@ -151,7 +152,7 @@ def test_a_reservation_that_was_given_up_is_taken_back(root: Path, hang: Callabl
         assert await get(tier, NEW, 20) == data_of(20)
 
     on(pfs(root), scenario)
-    assert open_files() == before
+    assert comes_back_to(before), describe_files()
 
 
 def test_a_commit_that_was_given_up_may_still_succeed(root: Path, hang: Callable[[Any, str], Hang]) -> None:
@@ -196,9 +197,9 @@ def test_a_start_that_hangs_is_given_up_and_found_done_by_the_next(
             await save(tier, SHARD, data_of(10))
             assert len(tier.files._medium._engines) == 2  # nothing was opened twice
 
-    before = open_files()
+    before = in_use()
     asyncio.run(main())
-    assert open_files() == before
+    assert comes_back_to(before), describe_files()
 
 
 def test_close_of_a_hung_tier_returns_and_a_start_that_ends_later_opens_nothing(
@@ -221,9 +222,9 @@ def test_close_of_a_hung_tier_returns_and_a_start_that_ends_later_opens_nothing(
         with pytest.raises(TierUnavailable, match="closed"):
             await tier.fetch(MANIFEST)
 
-    before = open_files()
+    before = in_use()
     asyncio.run(main())
-    assert open_files() == before
+    assert comes_back_to(before), describe_files()
 
 
 def test_close_takes_a_few_seconds_at_most() -> None:

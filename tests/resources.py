@@ -1,0 +1,44 @@
+"""Threads and open files of this process, for tests that nothing is left behind.
+
+Counts are compared as limits, after waiting: an earlier test's thread may still be ending when a test takes its first
+count, and a daemon thread that was told to end needs a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+
+FILES = "/proc/self/fd"
+THREADS = "/proc/self/task"  # native threads too, which `threading` does not know
+WAIT_S = 20.0
+
+
+def in_use() -> tuple[int, int]:
+    """How many threads and open files there are; (0, 0) where the system does not tell."""
+    if not os.path.isdir(FILES):
+        return 0, 0
+    return len(os.listdir(THREADS)), len(os.listdir(FILES))
+
+
+def comes_back_to(limit: tuple[int, int], *, spare: int = 0) -> bool:
+    """Whether threads and files are, in time, at most `spare` above a former count of each."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        gc.collect()  # a loop's own descriptors may wait for it
+        if all(have <= most + spare for have, most in zip(in_use(), limit, strict=True)):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
+
+def describe_files() -> str:
+    """Where each open descriptor points to, one a line."""
+    links = []
+    for number in os.listdir(FILES):
+        with contextlib.suppress(OSError):  # the listing's own
+            links.append(f"{number}: " + os.readlink(f"{FILES}/{number}"))
+    return "\n".join(links)
