@@ -3,8 +3,9 @@
 It is staging pool and cache in one. A slot is *passing* while a chunk goes through it, or *kept*: then it
 holds a chunk of a shard until that is dropped or evicted. A kept chunk that exists nowhere else is *dirty*
 and never evicted; once another tier has committed it, it is clean and goes when room is needed, in the order
-that the eviction policy says. Kept slots leave a part of the arena free for staging, so a full cache can
-block neither a flush nor a restore.
+that the eviction policy says. One that *comes* with a prefetch under way makes room only for what is more
+urgent: what the prefetch brings next must not push out what it has just brought. Kept slots leave a part of the
+arena free for staging, so a full cache can block neither a flush nor a restore.
 
 Memory is mapped in slices and made ready (populated) in the background as far as it is asked for; a slot is
 handed out as soon as it is ready. It is not registered with the tiers' rings: with huge pages that made no
@@ -52,10 +53,11 @@ class Slot:
     chunk: Chunk | None = None
     filled: bool = False
     dirty: bool = False
+    coming: bool = False
 
     @property
-    def evictable(self) -> bool:
-        return self.filled and not self.dirty and self.users == 0
+    def clean(self) -> bool:
+        return self.filled and not self.dirty
 
 
 @dataclass(order=True, slots=True)
@@ -84,6 +86,9 @@ class Arena:
         assert slot_bytes % 4096 == 0
         self.slot_bytes = slot_bytes
         self.count = max(SLOTS_MIN, capacity_bytes // slot_bytes)
+        self.keep_limit: int | None = (
+            None  # the most slots that may be kept, if it is less than what is not for staging
+        )
         self.evicted_bytes = 0
         self._eviction = eviction
         self.on_evicted = on_evicted
@@ -95,6 +100,7 @@ class Arena:
         self._by_key: dict[Hashable, Slot] = {}
         self._kept = 0
         self._clean = 0  # slots whose chunk is whole and clean: without one, no victim is looked for
+        self._coming = 0  # those of them that come with a prefetch
         self._waiting: list[_Waiter] = []
         self._numbers = itertools.count()
         self._is_short = False  # the system had less memory than the capacity
@@ -107,10 +113,14 @@ class Arena:
         return self.count * self.slot_bytes
 
     @property
+    def beside_staging(self) -> int:
+        """Slots that are not always there for staging."""
+        return self.count - min(max(2, self.count // STAGING_SHARE), STAGING_BYTES_MAX // self.slot_bytes)
+
+    @property
     def kept_max(self) -> int:
-        """The most slots that may be kept: the rest is always there for staging."""
-        staging = min(max(2, self.count // STAGING_SHARE), STAGING_BYTES_MAX // self.slot_bytes)
-        return self.count - staging
+        """The most slots that may be kept."""
+        return self.beside_staging if self.keep_limit is None else min(self.beside_staging, self.keep_limit)
 
     @property
     def ready_bytes(self) -> int:
@@ -125,6 +135,11 @@ class Arena:
     @property
     def cached_bytes(self) -> int:
         return self._kept * self.slot_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be had without pushing out a chunk."""
+        return (self.count - len(self._slots) + len(self._free)) * self.slot_bytes
 
     def grow(self, capacity_bytes: int) -> None:
         """Raises the capacity; memory is made ready when it is needed. Never shrinks."""
@@ -182,7 +197,7 @@ class Arena:
         """
         if self._closed:
             raise _closed()
-        if not self._waiting and (slot := self._take(kept)) is not None:
+        if not self._waiting and (slot := self._take(priority, kept)) is not None:
             return slot
         waiter = _Waiter(priority, next(self._numbers), kept, asyncio.get_running_loop().create_future())
         bisect.insort(self._waiting, waiter)
@@ -200,10 +215,10 @@ class Arena:
                 self.release(waiter.future.result())
             raise
 
-    def _take(self, kept: bool) -> Slot | None:
-        if kept and self._kept >= self.kept_max and not self._evict():
+    def _take(self, priority: int, kept: bool) -> Slot | None:
+        if kept and self._kept >= self.kept_max and not (self._evict(priority) or self._let_pass(priority)):
             return None
-        if not self._free and not (len(self._slots) >= self.count and self._evict()):
+        if not self._free and not (len(self._slots) >= self.count and self._evict(priority)):
             return None
         slot = self._free.popleft()
         slot.users, slot.kept = 1, kept
@@ -215,7 +230,7 @@ class Arena:
         for waiter in list(self._waiting):
             if waiter.future.done():
                 self._waiting.remove(waiter)
-            elif (slot := self._take(waiter.kept)) is not None:
+            elif (slot := self._take(waiter.priority, waiter.kept)) is not None:
                 self._waiting.remove(waiter)
                 waiter.future.set_result(slot)
 
@@ -234,13 +249,14 @@ class Arena:
 
     def _put_back(self, slot: Slot) -> None:
         self._kept -= slot.kept
-        slot.kept = slot.filled = slot.dirty = False
+        slot.kept = slot.filled = slot.dirty = slot.coming = False
         self._free.appendleft(slot)  # the one used last is warm
 
     # -- chunks --------------------------------------------------------------------------
 
-    def place(self, slot: Slot, shard: Hashable, number: int, length: int) -> bool:
-        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise.
+    def place(self, slot: Slot, shard: Hashable, number: int, length: int, *, coming: bool = False) -> bool:
+        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise; or, if it comes from
+        another tier, clean, and only more urgent chunks push it out until `arrived` is called.
 
         False if the chunk is here or on its way already: the slot then only passes.
         """
@@ -250,7 +266,7 @@ class Arena:
             self._kept -= 1
             return False
         slot.chunk = Chunk((shard, number), shard, number, self.slot_bytes)
-        slot.dirty = True
+        slot.dirty, slot.coming = not coming, coming
         self._cached.setdefault(shard, {})[number] = slot
         self._by_key[slot.chunk.key] = slot
         self._index.filling(slot.index, shard, number, length)
@@ -260,7 +276,8 @@ class Arena:
         """Its bytes are there, and good. Idempotent; nothing for a slot that only passes."""
         if slot.chunk is not None and not slot.filled:
             slot.filled = True
-            self._clean += not slot.dirty
+            self._clean += slot.clean
+            self._coming += slot.coming
             self._index.filled(slot.index)
             self._eviction.entered(slot.chunk)
 
@@ -293,6 +310,13 @@ class Arena:
             slot.dirty = False
         self._serve()
 
+    def arrived(self, shard: Hashable) -> None:
+        """The prefetch that brought chunks of the shard is over: whatever needs room may push them out."""
+        for slot in self._cached.get(shard, {}).values():
+            self._coming -= slot.filled and slot.coming
+            slot.coming = False
+        self._serve()
+
     def drop(self, shard: Hashable) -> None:
         """Forgets the shard's chunks; slots in use become free when they are released."""
         for slot in list(self._cached.get(shard, {}).values()):
@@ -308,27 +332,47 @@ class Arena:
         if not held:
             del self._cached[chunk.shard]
         if slot.filled:
-            self._clean -= not slot.dirty
+            self._clean -= slot.clean
+            self._coming -= slot.coming
             self._eviction.left(chunk)
         self._index.free(slot.index)
         if slot.users == 0:
             self._put_back(slot)
 
-    def _evict(self) -> bool:
-        """Frees one slot of a clean chunk; False if there is none."""
-        if not self._clean:
+    def _evict(self, priority: int) -> bool:
+        """Frees one slot of a clean chunk; False if there is none that may go for this."""
+        spare_coming = priority >= Priority.PREFETCH
+        if self._clean <= (self._coming if spare_coming else 0):
             return False
-        for chunk in self._victims(self.slot_bytes):
-            self.forget(self._by_key[chunk.key])
-            self.evicted_bytes += self.slot_bytes
-            self.on_evicted(chunk.shard)
+        for chunk in self._victims(self.slot_bytes, spare_coming):
+            self._push_out(chunk)
             return True
         return False
 
-    def _victims(self, needed_bytes: int) -> Iterator[Chunk]:
+    def _let_pass(self, priority: int) -> bool:
+        """Frees no slot, but the room of a clean chunk that somebody works with: it leaves the cache, and its slot
+        only passes from now on. Else a flush that hangs would keep room that was promised to a save."""
+        if not self._free:
+            return False
+        for chunk in self._victims(self.slot_bytes, priority >= Priority.PREFETCH, in_use=True):
+            slot = self._by_key[chunk.key]
+            self._push_out(chunk)
+            slot.kept = False
+            self._kept -= 1
+            return True
+        return False
+
+    def _push_out(self, chunk: Chunk) -> None:
+        self.forget(self._by_key[chunk.key])
+        self.evicted_bytes += self.slot_bytes
+        self.on_evicted(chunk.shard)
+
+    def _victims(self, needed_bytes: int, spare_coming: bool, *, in_use: bool = False) -> Iterator[Chunk]:
         def may_go(chunk: Chunk) -> bool:
             slot = self._by_key.get(chunk.key)
-            return slot is not None and slot.evictable
+            if slot is None or not slot.clean or (slot.users > 0) is not in_use:
+                return False
+            return not (slot.coming and spare_coming)
 
         return self._eviction.victims(needed_bytes, may_go)
 

@@ -38,6 +38,8 @@ class Chunks:
         if file is None or file.fd < 0:
             path = self._layout.shard(chunk.shard)
             return self._errors.chunk(errno.EINVAL, "cannot write: the shard is not reserved", chunk, path)
+        if file.sealed:
+            return self._errors.chunk(errno.EBUSY, "cannot write: the shard is being committed", chunk, file.path)
         if chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > file.size_bytes:
             what = f"cannot write past the {file.size_bytes} bytes reserved"
             return self._errors.chunk(errno.EINVAL, what, chunk, file.path)

@@ -19,6 +19,8 @@ from stepwell.tiers.base import Reservation
 
 #: what a file system says that takes no direct I/O here
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+#: and where a file's length cannot be set
+_NO_TRUNCATE = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 #: another rank's abort may remove the empty folder between our mkdir and our open
 _OPEN_TRIES = 4
 
@@ -52,13 +54,14 @@ class OpenFile:
 class WriteFile(OpenFile):
     """A reserved shard's file."""
 
-    __slots__ = ("failure", "reservation", "size_bytes", "unallocated_bytes")
+    __slots__ = ("failure", "reservation", "sealed", "size_bytes", "unallocated_bytes")
 
     def __init__(self, path: str, fd: int, direct: bool, close: Callable[[int], None], size_bytes: int) -> None:
         super().__init__(path, fd, direct, close)
         self.size_bytes = size_bytes
         self.unallocated_bytes = size_bytes  # promised, but the file system does not know yet
         self.reservation: Reservation | None = None  # the very object that was handed out
+        self.sealed = False  # while it is being made durable: no write may come in between, also if a timeout hid that
         self.failure = ""  # set once a sync failed: the kernel reports such a loss only once
 
 
@@ -120,9 +123,16 @@ def resume(path: str, size_bytes: int, direct: bool) -> tuple[int, bool]:
 
 
 def lengthen(fd: int, size_bytes: int) -> None:
-    """Gives a file that cannot be preallocated its reserved length, so that it can be read and resumed."""
+    """Gives a file that cannot be preallocated its reserved length, so that it can be read and resumed.
+
+    One that is append-only, or whose file system has no such call, grows by being written.
+    """
     if os.fstat(fd).st_size < size_bytes:
-        os.ftruncate(fd, size_bytes)
+        try:
+            os.ftruncate(fd, size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_TRUNCATE:
+                raise
 
 
 def open_reading(path: str, direct: bool) -> tuple[int, bool]:
@@ -177,7 +187,8 @@ def _try(fd: int, call: Callable[[], int]) -> bool:
 def finish(files: list[tuple[int, int]]) -> None:
     """Cuts off what padding and preallocation added: (descriptor, bytes) each."""
     for fd, size_bytes in files:
-        os.ftruncate(fd, size_bytes)
+        if os.fstat(fd).st_size != size_bytes:  # an append-only file refuses even what changes nothing
+            os.ftruncate(fd, size_bytes)
 
 
 def close_all(descriptors: list[int]) -> list[int]:

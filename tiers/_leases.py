@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from stepwell.tiers._calls import PathCalls
@@ -45,7 +45,11 @@ class Readers:
                 files[shard] = leased
         if absent:
             paths = [self._layout.shard(shard) for shard in absent]
-            results = await self._calls.call(_open_all, paths, self.direct)
+            try:
+                results = await self._calls.call(_open_all, paths, self.direct)
+            except BaseException:
+                let_go(files)
+                raise
             for shard, path, result in zip(absent, paths, results, strict=True):
                 if isinstance(result, OSError):
                     files[shard] = result
@@ -59,14 +63,16 @@ class Readers:
         unique = list(dict.fromkeys(shards))
         opened, beyond = unique[:room], unique[room:]
         files = await self.open(opened)
-        errors = [file for file in files.values() if isinstance(file, OSError)]
-        if not errors:
-            errors = await self._calls.call(_missing, [self._layout.shard(shard) for shard in beyond])
+        try:
+            errors = [file for file in files.values() if isinstance(file, OSError)]
+            if not errors:
+                errors = await self._calls.call(_missing, [self._layout.shard(shard) for shard in beyond])
+            if errors:
+                raise errors[0]
+        except BaseException:
+            let_go(files)
+            raise
         good = {shard: file for shard, file in files.items() if isinstance(file, OpenFile)}
-        if errors:
-            for file in good.values():
-                file.let_go()
-            raise errors[0]
         for shard, file in good.items():
             self._leases[shard] += 1
             if shard in self._leased:
@@ -100,6 +106,13 @@ class FileLease(Lease):
     async def close(self) -> None:
         shards, self._shards = self._shards, []
         self._readers.release(shards)
+
+
+def let_go(files: Mapping[ShardKey, OpenFile | OSError]) -> None:
+    """Ends the hold that `Readers.open` gave."""
+    for file in files.values():
+        if isinstance(file, OpenFile):
+            file.let_go()
 
 
 def _files_max() -> int:

@@ -8,6 +8,7 @@ where. A remembered root without its marker is not the place that it was.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from stepwell.tiers import _records
 MARKER_NAME = ".stepwell-tier.json"
 
 FORMAT = 1
+#: another writer's new marker may stay unseen for a moment on a network file system
+ENSURE_TRIES = 4
 #: which stepwell reads format FORMAT
 SINCE_VERSION = "0.1.0"
 _SEAL = re.compile(rb'"seal":\s*"([0-9a-f]{8})"')
@@ -100,8 +103,9 @@ def check(tier: str, memory: Memory, seen: str, marker: bytes | None) -> str:
 async def ensure(root: str, executor: Executor) -> bytes:
     """The marker's bytes; makes the marker, durably, if there is none. Raises OSError."""
     path = os.path.join(root, MARKER_NAME)
-    while True:
+    for _ in range(ENSURE_TRIES):
         data = await _records.fetch(path, executor)
         if data is not None:
             return data
         await _records.publish(path, encode(secrets.token_hex(16)), executor)  # another may be faster
+    raise OSError(errno.ELOOP, "the marker is there but cannot be read: is it a link to nothing?", path)

@@ -102,7 +102,7 @@ class Medium:
         self.reader = self._make("r", self._engine, READ_DIRECT if direct_read else READ_BUFFERED)
         detail["reading"] = "direct" if direct_read else "buffered"
         if direct_read and self._reading == "auto" and self._engine == "auto":
-            speed = await self._measured(calls, measure=self.direct_write)
+            speed = await self._measured(calls, measure=self.direct_write and access.deletes)
             if speed is not None:
                 direct_read = not speed.buffered_is_faster
                 detail["reading"] = f"{'direct' if direct_read else 'buffered'}: {speed}"

@@ -17,7 +17,7 @@ import mmap
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from stepwell.native import AsyncEngine, Job, Op, Region
 
@@ -49,12 +49,14 @@ _STATX_OFFSET_ALIGN = 156  # of stx_dio_offset_align in struct statx
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a root takes. `writable` is False where the file system or the permissions say so."""
+    """What a root takes. `writable` is False where the file system or the permissions say so; `deletes`, where
+    files can be added but not removed."""
 
     writable: bool
     direct_write: bool
     direct_read: bool
     why: str
+    deletes: bool = True
 
 
 def probe_path(root: str) -> str:
@@ -74,11 +76,24 @@ def probe_access(root: str) -> Access:
     try:
         required = direct_alignment(descriptor)
         if required > ALIGNMENT_BYTES:
-            return Access(True, False, False, f"buffered: direct I/O wants {required} bytes alignment")
-        return _try_direct(path)
+            access = Access(True, False, False, f"buffered: direct I/O wants {required} bytes alignment")
+        else:
+            access = _try_direct(path)
     finally:
         os.close(descriptor)
+        deleted = _delete(path)
+    return access if deleted else replace(access, deletes=False, why=f"{access.why}; nothing can be deleted here")
+
+
+def _delete(path: str) -> bool:
+    """False where the root is append-only: the file stays."""
+    try:
         os.unlink(path)
+    except OSError as error:
+        if error.errno not in _REFUSES_WRITING:
+            raise
+        return False
+    return True
 
 
 def _try_direct(path: str) -> Access:
@@ -90,6 +105,8 @@ def _try_direct(path: str) -> Access:
                 stage = "write"
                 if os.pwrite(descriptor, buffer, ALIGNMENT_BYTES) != len(buffer):
                     raise OSError(errno.EIO, "short write")
+                stage = "cut"  # a shard's last write is padded
+                os.ftruncate(descriptor, 3 * ALIGNMENT_BYTES - 1)
                 writing, stage = True, "read"
                 with memoryview(buffer)[:ALIGNMENT_BYTES] as half:
                     os.preadv(descriptor, [half], ALIGNMENT_BYTES)

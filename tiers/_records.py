@@ -53,17 +53,7 @@ async def publish(path: str, data: bytes, executor: Executor) -> bool:
     see a commit that failed.
     """
     temporary = await _write_beside(path, data, executor, durable=True)
-    try:
-        created = await _run(executor, _place_new, temporary, path)
-    finally:
-        await _run(executor, _unlink_quietly, temporary)
-    if created:
-        try:
-            await _run(executor, sync_folder, os.path.dirname(path))
-        except OSError:
-            await _run(executor, _unlink_quietly, path)
-            raise
-    return created
+    return await _run(executor, _place_durably, temporary, path)
 
 
 async def replace(path: str, data: bytes, executor: Executor) -> None:
@@ -121,6 +111,21 @@ def _unlink_quietly(path: str) -> None:
         os.unlink(path)
     except OSError:
         pass  # debris with a name of its own; scan reports it
+
+
+def _place_durably(temporary: str, path: str) -> bool:
+    """In one call: between its steps an executor may refuse the next."""
+    try:
+        created = _place_new(temporary, path)
+    finally:
+        _unlink_quietly(temporary)
+    if created:
+        try:
+            sync_folder(os.path.dirname(path))
+        except OSError:
+            _unlink_quietly(path)
+            raise
+    return created
 
 
 def _place_new(temporary: str, path: str) -> bool:

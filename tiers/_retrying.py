@@ -48,7 +48,8 @@ class Retrying(Wrapper):
         """After so many tries."""
         await self._sleep(BACKOFF_S * BACKOFF_FACTOR ** (tries - 1) * (1 - JITTER + 2 * JITTER * self._jitter()))
 
-    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer of a call that is safe to repeat."""
         for tries in range(1, TRIES):
             try:
                 return await call()
@@ -78,16 +79,16 @@ class Retrying(Wrapper):
         return await self._moved(self.tier.read, chunks)
 
     async def fetch(self, record: RecordKey) -> bytes | None:
-        return await self._repeated(lambda: self.tier.fetch(record))
+        return await self.repeated(lambda: self.tier.fetch(record))
 
     async def beat(self, record: RecordKey, data: bytes) -> None:
-        await self._repeated(lambda: self.tier.beat(record, data))
+        await self.repeated(lambda: self.tier.beat(record, data))
 
     async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
-        await self._repeated(lambda: self.tier.drop(what))
+        await self.repeated(lambda: self.tier.drop(what))
 
     async def scan(self, run: str) -> AsyncIterator[Found]:
-        items, first = await self._repeated(lambda: self._begin_scan(run))
+        items, first = await self.repeated(lambda: self._begin_scan(run))
         if first is not None:
             yield first
             async for found in items:
@@ -98,7 +99,7 @@ class Retrying(Wrapper):
         return items, await anext(items, None)
 
     async def lease(self, shards: Sequence[ShardKey]) -> Lease:
-        return await self._repeated(lambda: self.tier.lease(shards))
+        return await self.repeated(lambda: self.tier.lease(shards))
 
 
 def may_pass(error: TierError) -> bool:

@@ -20,7 +20,8 @@ from stepwell.tiers.base import Refused, Reservation, ShardKey
 #: left free on the medium, so that records, logs and other programs still find room: this, or 1 % if that is less
 KEEP_FREE_BYTES = 64 << 20
 
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+#: not there, or not for an append-only file
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM}
 
 
 class Writers:
@@ -65,7 +66,11 @@ class Writers:
         elif number in _NO_FALLOCATE:
             self.detail["fallocate"] = f"not there: {errno.errorcode[number]}"
             file.unallocated_bytes = missing_bytes
-            await self._calls.call(_files.lengthen, file.fd, size_bytes)
+            try:
+                await self._calls.call(_files.lengthen, file.fd, size_bytes)
+            except OSError:
+                await self.discard(shard)
+                raise
         else:
             await self.discard(shard)
             raise OSError(number, os.strerror(number), path)
@@ -105,6 +110,15 @@ class Writers:
                 raise OSError(errno.EIO, file.failure, path)
             if file.fd >= 0:  # else an earlier commit got as far as the record
                 files.append(file)
+        for file in files:
+            file.sealed = True
+        try:
+            await self._sync(files)
+        finally:
+            for file in files:
+                file.sealed = False
+
+    async def _sync(self, files: Sequence[WriteFile]) -> None:
         await self._calls.call(_files.finish, [(file.fd, file.size_bytes) for file in files])
         synced = await self._medium.sync([file.fd for file in files])
         closed = await self._calls.call(_files.close_all, [file.take() for file in files])

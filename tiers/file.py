@@ -10,6 +10,7 @@ caller's memory.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -89,6 +90,7 @@ class FileTier(Tier):
         self._chunks = Chunks(self.layout, self._calls, self._medium, self._writers, self._errors)
         self._locks = Locks()
         self._state = "not started"
+        self._closing: asyncio.Future[None] | None = None
         self.info = TierInfo(
             name=name,
             driver="file",
@@ -141,10 +143,14 @@ class FileTier(Tier):
         await self._calls.call(_folders.check_root, self.layout.root, make)
 
     async def close(self) -> None:
-        """Waits a moment for calls under way; what hangs is left to its daemon threads."""
+        """Waits a moment for calls under way; what hangs is left to its daemon threads. Goes on if it is cancelled."""
         if self._state == "closed":
             return
         self._state = "closed"
+        self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         left_s = CLOSE_S if await self._calls.wait_idle(CLOSE_S) else CLOSE_HUNG_S
         await self._medium.close(left_s)
         self._writers.close()
@@ -216,13 +222,15 @@ class FileTier(Tier):
     async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
         path = self.layout.record(record)
         self._check_ours(record.run, path)
-        return await self._calls.finish(self._commit_locked(path, data, shards))
+        return await self._calls.finish(self._commit_locked(record, path, data, shards))
 
-    async def _commit_locked(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
-        """No abort may close a descriptor, and free its number, while a commit works on it."""
+    async def _commit_locked(self, record: RecordKey, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
+        """No abort may close a descriptor, and free its number, while a commit works on it; and no second try may
+        tell of a record that the first, still under way, takes back."""
         async with contextlib.AsyncExitStack() as stack:
             for shard in sorted({each.shard for each in shards}, key=str):  # one order for all: no deadlock
                 await stack.enter_async_context(self._locks.hold(shard))
+            await stack.enter_async_context(self._locks.hold(record))
             return await self._commit(path, data, shards)
 
     async def _commit(self, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
@@ -310,7 +318,7 @@ class FileTier(Tier):
         try:
             return await self._chunks.read(chunks, files)
         finally:
-            await _let_go(files)
+            _leases.let_go(files)
 
     async def lease(self, shards: Sequence[ShardKey]) -> Lease:
         self._check_open()
@@ -364,9 +372,7 @@ class FileTier(Tier):
 
 
 async def _let_go(files: Mapping[ShardKey, OpenFile | OSError]) -> None:
-    for file in files.values():
-        if isinstance(file, OpenFile):
-            file.let_go()
+    _leases.let_go(files)
 
 
 async def _close_lease(lease: _leases.FileLease) -> None:

@@ -12,37 +12,34 @@ import contextlib
 import ctypes
 import errno
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from stepwell.errors import CheckpointGone, TierError
+from stepwell.errors import TierError
 from stepwell.native import Region
 from stepwell.tiers._arena import Arena, Priority, Slot
 from stepwell.tiers._books import Books
-from stepwell.tiers._paths import check_checkpoint, check_record, check_run, check_shard
+from stepwell.tiers._inmemory import InMemory
+from stepwell.tiers._paths import check_shard
 from stepwell.tiers._slices import Memory
 from stepwell.tiers.base import (
     CHUNK_BYTES,
     CheckpointKey,
     ChunkIO,
     EvictionPolicy,
-    Found,
     Lease,
-    RecordKey,
     Refused,
     Reservation,
     Result,
     ShardKey,
-    Tier,
     TierInfo,
     Usage,
-    not_open,
-    tier_error,
 )
 
 #: what an arena has before it knows how large the state is: enough to stage the first restore
 FIRST_BYTES = 256 << 20
+#: what of it may be kept before `grow` says more: a small state must not fill the rest with its older checkpoints
+KEEP_FIRST_BYTES = 64 << 20
 #: how long `close` waits for memory that is still in use
 CLOSE_S = 5.0
 
@@ -51,8 +48,8 @@ __all__ = ["Arena", "HostTier", "Priority", "Slot"]
 _abandoned: list[Arena] = []  # memory that a hung device may still write to stays until the process ends
 
 
-class HostTier(Tier):
-    """An arena of `capacity_bytes` of private memory. None: it starts small and grows as `grow` says."""
+class HostTier(InMemory):
+    """An arena of `capacity_bytes` of private memory. None: it starts small, and keeps no more than `grow` says."""
 
     def __init__(
         self,
@@ -63,9 +60,11 @@ class HostTier(Tier):
         chunk_bytes: int = CHUNK_BYTES,
         memory: Callable[[int], Memory] = Region,
         background: bool = True,
+        ahead: bool = True,
     ) -> None:
-        """chunk_bytes, memory, background: as `Arena` takes them."""
-        self.grows = capacity_bytes is None
+        """chunk_bytes, memory, background: as `Arena` takes them. ahead: a capacity that is given is taken from the
+        system at the start, not when it is needed."""
+        self.grows, self._ahead = capacity_bytes is None, ahead
         self.arena = Arena(
             capacity_bytes or FIRST_BYTES,
             eviction,
@@ -74,7 +73,9 @@ class HostTier(Tier):
             background=background,
             on_evicted=self._lost,
         )
-        self.info = TierInfo(
+        if self.grows:
+            self.arena.keep_limit = self._slots(KEEP_FIRST_BYTES)
+        info = TierInfo(
             name=name,
             driver="host",
             scope="process",
@@ -83,10 +84,8 @@ class HostTier(Tier):
             alignment_bytes=1,
             request_bytes=chunk_bytes,
         )
-        self._books = Books()
-        self._records: dict[RecordKey, bytes] = {}
+        super().__init__(info, Books())
         self._leased: Counter[tuple[ShardKey, int, Slot]] = Counter()
-        self._closed = False
         #: told of each checkpoint that is not committed here any more, because a chunk of it was evicted
         self.on_uncommitted: Callable[[CheckpointKey], object] = lambda checkpoint: None
 
@@ -94,21 +93,15 @@ class HostTier(Tier):
         return f"<HostTier {self.info.name}: {len(self._books.committed)} shards committed, {self.arena!r}>"
 
     async def start(self) -> None:
-        if not self.grows:
+        if self._ahead and not self.grows:
             self.arena.expect(self.arena.capacity_bytes)
 
     def grow(self, capacity_bytes: int) -> None:
         """Raises the capacity of an arena whose size was not set. Budgets are the caller's business."""
         assert self.grows
         self.arena.grow(capacity_bytes)
+        self.arena.keep_limit = max(self.arena.keep_limit or 0, self._slots(capacity_bytes))
         self.info = replace(self.info, capacity_bytes=self.arena.capacity_bytes)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise not_open(self.info.name, "closed")
-
-    def _error(self, number: int, what: str, shard: ShardKey, **where: Any) -> TierError:
-        return tier_error(number, f"Tier {self.info.name}: {what}", key=str(shard), **where)
 
     def _slots(self, size_bytes: int) -> int:
         return -(-size_bytes // self.arena.slot_bytes)
@@ -120,12 +113,7 @@ class HostTier(Tier):
     # -- going down ----------------------------------------------------------------------
 
     async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
-        self._check_open()
-        check_shard(shard)
-        if shard in self._books.committed:
-            raise self._error(errno.EEXIST, "a committed shard is never overwritten", shard)
-        if size_bytes < 0:
-            raise ValueError(f"size_bytes must not be negative: {size_bytes}")
+        self._check_new(shard, size_bytes)
         promised = sum(self._slots(size) for other, size in self._books.reserved.items() if other != shard)
         free = self.arena.kept_max - promised
         if self._slots(size_bytes) > free:
@@ -148,7 +136,10 @@ class HostTier(Tier):
             elif chunk.offset < 0 or chunk.length < 0 or chunk.offset + chunk.length > size:
                 result = Result(self._error(errno.EINVAL, f"cannot write past the {size} bytes reserved", chunk.shard))
             else:
-                result = await self._copy_in(chunk, size)
+                try:
+                    result = await self._copy_in(chunk, size)
+                except TierError as error:  # the arena got no memory, or was closed
+                    result = Result(error)
             results.append(result)
         return results
 
@@ -165,57 +156,35 @@ class HostTier(Tier):
             part = min(chunk.length - done, slot_bytes - within)
             slot = self.arena.find(chunk.shard, number)
             if slot is None:
-                slot = await self.arena.acquire(Priority.SNAPSHOT, kept=True)
+                new = await self.arena.acquire(Priority.SNAPSHOT, kept=True)
                 if self._books.reserved.get(chunk.shard) != size:
-                    self.arena.release(slot)
+                    self.arena.release(new)
                     return self._not_reserved(chunk)
-                self.arena.place(slot, chunk.shard, number, min(slot_bytes, size - number * slot_bytes))
-                self.arena.view(slot, slot_bytes)[:] = bytes(slot_bytes)
-                self.arena.filled(slot)
+                if self.arena.place(new, chunk.shard, number, min(slot_bytes, size - number * slot_bytes)):
+                    self.arena.view(new, slot_bytes)[:] = bytes(slot_bytes)
+                    self.arena.filled(new)
+                slot = self.arena.find(chunk.shard, number)  # of another write of this chunk, if that was faster
+                self.arena.release(new)
+            if slot is None:
+                return Result(self._error(errno.EBUSY, "cannot write: the chunk is being filled in place", chunk.shard))
             ctypes.memmove(slot.address + within, chunk.address + done, part)
             self.arena.release(slot)
             done += part
             await asyncio.sleep(0)
         return Result()
 
-    async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
-        self._check_open()
-        check_record(record)
-        if record in self._records:
-            return False
-        for each in shards:
-            if self._books.reserved.get(each.shard) != each.size_bytes:
-                raise self._error(errno.EINVAL, "cannot commit: the shard is not reserved", each.shard)
-            here = len(self.arena.chunks(each.shard))
-            if here < self._slots(each.size_bytes):  # the system gave less memory than was promised
-                what = f"cannot commit: {here} of {self._slots(each.size_bytes)} chunks are here"
-                raise self._error(errno.ENOSPC, what, each.shard)
-        for each in shards:
-            self._books.commit(each.shard)
-        self._records[record] = bytes(data)
-        return True
+    def _check_whole(self, reservation: Reservation) -> None:
+        here, needed = len(self.arena.chunks(reservation.shard)), self._slots(reservation.size_bytes)
+        if here < needed:  # the system gave less memory than was promised
+            what = f"cannot commit: {here} of {needed} chunks are here"
+            raise self._error(errno.ENOSPC, what, reservation.shard)
 
-    async def beat(self, record: RecordKey, data: bytes) -> None:
-        self._check_open()
-        self._records[check_record(record)] = bytes(data)
-
-    async def abort(self, reservation: Reservation) -> None:
-        self._check_open()
-        if reservation.shard in self._books.reserved:
-            self._remove(reservation.shard)
-
-    async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
-        self._check_open()
-        for key in what:
-            if isinstance(key, RecordKey):
-                self._records.pop(check_record(key), None)
-            elif isinstance(key, ShardKey):
-                self._remove(check_shard(key))
-            else:
-                self._uncommit(check_checkpoint(key))
-                for shard in self.arena.shards():
-                    if isinstance(shard, ShardKey) and shard.checkpoint == key:
-                        self._remove(shard)
+    def _drop_checkpoint(self, checkpoint: CheckpointKey) -> None:
+        """Also what is left of one that is not whole here."""
+        self._uncommit(checkpoint)
+        for shard in self.arena.shards():
+            if isinstance(shard, ShardKey) and shard.checkpoint == checkpoint:
+                self.arena.drop(shard)
 
     def _remove(self, shard: ShardKey) -> None:
         self._books.forget(shard)
@@ -230,9 +199,7 @@ class HostTier(Tier):
                 self.on_uncommitted(shard.checkpoint)
 
     def _uncommit(self, checkpoint: CheckpointKey) -> None:
-        inside = f"{checkpoint.attempt}/"
-        for record in [r for r in self._records if r.run == checkpoint.run and r.name.startswith(inside)]:
-            del self._records[record]
+        self._drop_records(checkpoint)
         for shard in self._books.of(checkpoint):
             self._books.forget(shard)
 
@@ -272,22 +239,6 @@ class HostTier(Tier):
                 return slot
         return None
 
-    async def fetch(self, record: RecordKey) -> bytes | None:
-        self._check_open()
-        return self._records.get(check_record(record))
-
-    async def scan(self, run: str) -> AsyncIterator[Found]:
-        self._check_open()
-        check_run(run)
-        for record, data in list(self._records.items()):
-            if record.run == run:
-                folder, _, name = record.name.rpartition("/")
-                yield Found(folder, name, len(data))
-        books = {**self._books.reserved, **self._books.committed}
-        for shard, size in books.items():
-            if shard.checkpoint.run == run:
-                yield Found(shard.checkpoint.attempt, shard.name, size)
-
     def usage(self) -> Usage:
         kept = self.arena.cached_bytes
         in_flight = sum(self._books.reserved.values())
@@ -309,12 +260,6 @@ class HostTier(Tier):
         ]
         return _HostLease(self, [(shard, number, slot) for shard, number, slot in held if slot is not None])
 
-    def _missing(self, shard: ShardKey) -> CheckpointGone | TierError:
-        manifest = f"{shard.checkpoint.attempt}/manifest"
-        if any(record.run == shard.checkpoint.run and record.name.startswith(manifest) for record in self._records):
-            return self._error(errno.ENOENT, "a shard of a committed checkpoint is missing", shard)
-        return CheckpointGone(f"Tier {self.info.name}: the checkpoint is gone", key=str(shard))
-
     # -- the end -------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -322,12 +267,12 @@ class HostTier(Tier):
         if self._closed:
             return
         self._closed = True
+        _abandoned.append(self.arena)  # first: also if this is cancelled
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while not self.arena.close():
                     await asyncio.sleep(0.01)
-                return
-        _abandoned.append(self.arena)
+                _abandoned.remove(self.arena)
 
 
 class _HostLease(Lease):

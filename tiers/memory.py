@@ -10,33 +10,26 @@ import asyncio
 import ctypes
 import errno
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from stepwell.errors import CheckpointGone, TierError
 from stepwell.tiers._books import Books
-from stepwell.tiers._paths import check_checkpoint, check_record, check_run, check_shard
+from stepwell.tiers._inmemory import InMemory
+from stepwell.tiers._paths import check_shard
 from stepwell.tiers.base import (
-    CheckpointKey,
     ChunkIO,
-    Found,
     Lease,
-    RecordKey,
     Refused,
     Reservation,
     Result,
     Scope,
     ShardKey,
     Survives,
-    Tier,
     TierInfo,
     Usage,
-    not_open,
-    tier_error,
 )
 
 
-class MemoryTier(Tier):
+class MemoryTier(InMemory):
     """Keeps shards and records in this process's memory.
 
     `capacity_bytes` bounds the shards, including dropped ones that a lease keeps readable; records are
@@ -50,32 +43,18 @@ class MemoryTier(Tier):
         scope: Scope = "node",
         survives: Survives = "process",
     ) -> None:
-        self.info = TierInfo(name=name, driver="memory", scope=scope, survives=survives, capacity_bytes=capacity_bytes)
-        self._books = Books(capacity_bytes)
+        info = TierInfo(name=name, driver="memory", scope=scope, survives=survives, capacity_bytes=capacity_bytes)
+        super().__init__(info, Books(capacity_bytes))
         self._shards: dict[ShardKey, bytearray] = {}
-        self._records: dict[RecordKey, bytes] = {}
         self._leases: Counter[ShardKey] = Counter()
         self._dropped: dict[ShardKey, bytearray] = {}  # only a lease knows them
-        self._closed = False
 
     def __repr__(self) -> str:
         counts = f"{len(self._shards)} shards, {len(self._records)} records, {self._books.taken_bytes} bytes"
         return f"<MemoryTier {self.info.name}: {counts}>"
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise not_open(self.info.name, "closed")
-
-    def _error(self, number: int, what: str, shard: ShardKey, **where: Any) -> TierError:
-        return tier_error(number, f"Tier {self.info.name}: {what}", key=str(shard), **where)
-
     async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
-        self._check_open()
-        check_shard(shard)
-        if shard in self._books.committed:
-            raise self._error(errno.EEXIST, "a committed shard is never overwritten", shard)
-        if size_bytes < 0:
-            raise ValueError(f"size_bytes must not be negative: {size_bytes}")
+        self._check_new(shard, size_bytes)
         refused = self._books.over_capacity(shard, size_bytes, self.info.name)
         if refused:
             return refused
@@ -117,67 +96,12 @@ class MemoryTier(Tier):
         what = f"cannot {verb}: the shard {why}"
         return Result(self._error(number, what, chunk.shard, offset=chunk.offset, length=chunk.length))
 
-    async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
-        self._check_open()
-        check_record(record)
-        if record in self._records:
-            return False
-        for reservation in shards:
-            if self._books.reserved.get(reservation.shard) != reservation.size_bytes:
-                raise self._error(errno.EINVAL, "cannot commit: the shard is not reserved", reservation.shard)
-        for reservation in shards:
-            self._books.commit(reservation.shard)
-        self._records[record] = bytes(data)
-        return True
-
-    async def fetch(self, record: RecordKey) -> bytes | None:
-        self._check_open()
-        return self._records.get(check_record(record))
-
-    async def beat(self, record: RecordKey, data: bytes) -> None:
-        self._check_open()
-        self._records[check_record(record)] = bytes(data)
-
-    async def abort(self, reservation: Reservation) -> None:
-        self._check_open()
-        if reservation.shard in self._books.reserved:
-            self._remove(reservation.shard)
-
-    async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
-        self._check_open()
-        for key in what:
-            if isinstance(key, RecordKey):
-                self._records.pop(check_record(key), None)
-            elif isinstance(key, ShardKey):
-                self._remove(check_shard(key))
-            else:
-                self._drop_checkpoint(check_checkpoint(key))
-
-    def _drop_checkpoint(self, checkpoint: CheckpointKey) -> None:
-        prefix = f"{checkpoint.attempt}/"
-        for record in [each for each in self._records if each.run == checkpoint.run and each.name.startswith(prefix)]:
-            del self._records[record]
-        for shard in self._books.of(checkpoint):
-            self._remove(shard)
-
     def _remove(self, shard: ShardKey) -> None:
         leased = self._leases[shard] > 0
         self._books.forget(shard, leased=leased)
         data = self._shards.pop(shard, None)
         if data is not None and leased:
             self._dropped[shard] = data
-
-    async def scan(self, run: str) -> AsyncIterator[Found]:
-        self._check_open()
-        check_run(run)
-        shards = [(key, len(data)) for key, data in self._shards.items() if key.checkpoint.run == run]
-        found = [Found(key.checkpoint.attempt, key.name, size_bytes) for key, size_bytes in shards]
-        for record, content in self._records.items():
-            if record.run == run:
-                attempt, _, name = record.name.rpartition("/")
-                found.append(Found(attempt, name, len(content)))
-        for each in found:
-            yield each
 
     def usage(self) -> Usage:
         return self._books.usage(None)
@@ -189,12 +113,6 @@ class MemoryTier(Tier):
                 raise self._missing(shard)
         self._leases.update(shards)
         return _MemoryLease(self, shards)
-
-    def _missing(self, shard: ShardKey) -> CheckpointGone | TierError:
-        manifest = f"{shard.checkpoint.attempt}/manifest"
-        if any(record.run == shard.checkpoint.run and record.name.startswith(manifest) for record in self._records):
-            return self._error(errno.ENOENT, "a shard of a committed checkpoint is missing", shard)
-        return CheckpointGone(f"Tier {self.info.name}: the checkpoint is gone", key=str(shard))
 
     def _release(self, shards: Sequence[ShardKey]) -> None:
         self._leases.subtract(shards)

@@ -83,13 +83,17 @@ class PfsTier(Wrapper):
             files.info, driver="pfs", write_bytes_per_s=write_bytes_per_s, read_bytes_per_s=read_bytes_per_s
         )
         timed = Timed(files, timeout_s)
+        retrying = Retrying(timed, sleep, jitter)
 
-        async def names_of(checkpoint: CheckpointKey) -> Sequence[str]:
+        async def names_in_time(checkpoint: CheckpointKey) -> Sequence[str]:
             async with timed.limit("drop", checkpoint):
                 return await files.names_of(checkpoint)
 
+        async def names_of(checkpoint: CheckpointKey) -> Sequence[str]:
+            return await retrying.repeated(lambda: names_in_time(checkpoint))
+
         self.files = files
-        super().__init__(Paced(Retrying(timed, sleep, jitter), delete_pause_s, names_of, sleep))
+        super().__init__(Paced(retrying, delete_pause_s, names_of, sleep))
 
     def __repr__(self) -> str:
         return f"<PfsTier {self.files!r}>"

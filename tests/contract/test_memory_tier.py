@@ -33,6 +33,7 @@ class MemoryPlace(Place):
 
     def remove(self, shard: ShardKey) -> None:
         del self.tier._shards[shard]
+        self.tier._books.forget(shard)
 
     def peek_record(self, record: RecordKey) -> bytes | None:
         return self.tier._records.get(record)

@@ -21,8 +21,7 @@ class PfsPlace(FilePlace):
 
 class TestPfs(TierContract):
     @pytest.fixture(params=["ring-direct", "threads-buffered"])
-    def place(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         if request.param.startswith("ring") and not probe_uring()[0]:
             pytest.skip(f"no io_uring: {probe_uring()[1]}")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
         return PfsPlace(tmp_path / "root", WAYS[request.param])

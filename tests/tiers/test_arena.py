@@ -322,6 +322,34 @@ def test_one_who_waits_to_keep_holds_up_nobody() -> None:
     run(scenario)
 
 
+def test_a_chunk_in_use_gives_up_its_room_when_it_is_clean() -> None:
+    """A flush that hangs holds slots, not what a save was promised."""
+
+    async def scenario() -> None:
+        gone: list[object] = []
+        arena = arena_of(4, on_evicted=gone.append)
+        for number in range(arena.kept_max):
+            slot = await arena.acquire(Priority.SNAPSHOT, kept=True)
+            arena.place(slot, "old", number, 10)
+            arena.filled(slot)
+            arena.release(slot)
+        flushed = [arena.find("old", number) for number in range(arena.kept_max)]  # in the hands of a flush
+        waiting = asyncio.ensure_future(arena.acquire(Priority.SNAPSHOT, kept=True))
+        await turns()
+        assert not waiting.done() and not gone  # dirty: nobody else has it
+        arena.clean("old")
+        new = await waiting
+        assert new not in flushed and gone == ["old"] and len(arena.chunks("old")) == arena.kept_max - 1
+        assert arena.cached_bytes == arena.kept_max * arena.slot_bytes
+        for held in (*flushed, new):
+            assert held is not None
+            arena.release(held)
+        free = [await arena.acquire(Priority.FLUSH) for _ in range(4 - len(arena.chunks("old")))]
+        assert len({slot.index for slot in free}) == len(free)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("count", range(4))
 def test_a_waiter_cancelled_at_any_moment_loses_no_slot(count: int) -> None:
     async def scenario() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,10 @@ from stepwell.tiers import _files
 from stepwell.tiers.base import CheckpointKey, ChunkIO, Refused, Reservation, ShardKey
 from stepwell.tiers.file import FileTier
 from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, NEW_MANIFEST, OTHER, SHARD, Memory, data_of, get, put, save
-from tests.tiers.helpers import disk, on, small_disk, tree
+from tests.resources import comes_back_to
+from tests.tiers.helpers import disk, files_in_use, no_fallocate, on, refusing, tree
 
 MB = 1 << 20
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
-    with small_disk(tmp_path / "small") as point:
-        yield point
 
 
 def test_a_full_disk_refuses_and_takes_the_next_save_once_there_is_room(small: Path) -> None:
@@ -64,9 +57,6 @@ def test_full_in_the_middle_of_a_write_where_room_cannot_be_taken_ahead(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(tier: FileTier) -> None:
-        async def no_fallocate(fd: int, size_bytes: int) -> int:
-            return -errno.EOPNOTSUPP
-
         monkeypatch.setattr(tier._medium, "allocate", no_fallocate)
         reservation = await tier.reserve(SHARD, 3 * MB)
         assert isinstance(reservation, Reservation) and "not there" in tier.info.detail["fallocate"]
@@ -140,11 +130,7 @@ def test_a_record_that_finds_no_room_can_be_committed_later(tmp_path: Path, monk
     async def scenario(tier: FileTier) -> None:
         reservation = await put(tier, NEW, data_of(5000))
         with monkeypatch.context() as patch:
-
-            def full(*paths: object) -> None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            patch.setattr(os, "link", full)
+            patch.setattr(os, "link", refusing(errno.ENOSPC))
             with pytest.raises(TierFull):
                 await tier.commit(NEW_MANIFEST, b"{}", shards=[reservation])
         assert await tier.fetch(NEW_MANIFEST) is None
@@ -154,6 +140,25 @@ def test_a_record_that_finds_no_room_can_be_committed_later(tmp_path: Path, monk
             NEW.name,
             "manifest.json",
         }
+
+    on(disk(tmp_path / "root"), scenario)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EFBIG])
+def test_a_length_that_is_refused_leaves_nothing(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: FileTier) -> None:
+        monkeypatch.setattr(tier._medium, "allocate", no_fallocate)
+        before = files_in_use()
+        with monkeypatch.context() as patch:
+            patch.setattr(_files, "lengthen", refusing(number))
+            if number == errno.EFBIG:
+                assert isinstance(await tier.reserve(SHARD, 5000), Refused)
+            else:
+                with pytest.raises(TierError):
+                    await tier.reserve(SHARD, 5000)
+        assert not tier._writers.files and tier.usage().in_flight_bytes == 0 and comes_back_to(before)
+        assert tree(tmp_path / "root") == {"run"}
+        await save(tier, SHARD, data_of(5000))
 
     on(disk(tmp_path / "root"), scenario)
 

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +13,27 @@ import pytest
 
 from stepwell.errors import TierError, TierUnavailable
 from stepwell.native import Ticket
-from stepwell.tiers import _files, _folders, _records, file
+from stepwell.tiers import _files, _folders, file
 from stepwell.tiers._probe import O_DIRECT
 from stepwell.tiers.base import ChunkIO, RecordKey, Reservation
 from stepwell.tiers.file import FileTier
 from tests.contract.suite import (
     CHECKPOINT,
     LENGTHS,
-    MANIFEST,
     NEW,
     OTHER,
     SHARD,
     Memory,
     chunks_of,
     data_of,
-    found,
     get,
     put,
     save,
 )
 from tests.resources import comes_back_to, describe_files, in_use
-from tests.tiers.helpers import disk, on, started, tree
+from tests.tiers.helpers import disk, files_in_use, on, refusing
 
 RECORD = RecordKey("run", "epochs/0000001.json")
-
-
-def refusing(number: int) -> Callable[..., Any]:
-    def refuse(*arguments: object, **options: object) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    return refuse
 
 
 # -- direct I/O ----------------------------------------------------------------------------------------
@@ -132,162 +122,6 @@ def test_errors_of_the_medium_have_errno_path_and_offset(tmp_path: Path, number:
     on(disk(tmp_path), scenario)
 
 
-# -- records -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["rename", "claim"])
-def linkless(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A file system without hard links, or even without RENAME_NOREPLACE."""
-    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    if request.param == "claim":
-        monkeypatch.setattr(_records, "rename_noreplace", refusing(errno.EINVAL))
-    yield
-
-
-@pytest.mark.usefixtures("linkless")
-def test_records_without_hard_links(tmp_path: Path) -> None:
-    async def scenario(tier: FileTier) -> None:
-        texts = [b"%d" % number for number in range(8)]
-        won = await asyncio.gather(*(tier.commit(RECORD, text) for text in texts))
-        assert won.count(True) == 1 and await tier.fetch(RECORD) == texts[won.index(True)]
-        assert not await tier.commit(RECORD, b"late")
-
-    on(disk(tmp_path), scenario)
-    assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
-
-
-def test_two_drivers_and_one_record(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with started(disk(tmp_path)) as first, started(disk(tmp_path)) as second:
-            for number in range(10):
-                record = RecordKey("run", f"epochs/{number}.json")
-                won = await asyncio.gather(first.commit(record, b"first"), second.commit(record, b"second"))
-                assert sorted(won) == [False, True]
-                assert await first.fetch(record) == (b"first" if won[0] else b"second")
-
-    asyncio.run(main())
-
-
-def test_the_claim_of_a_dead_writer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    monkeypatch.setattr(_records, "rename_noreplace", refusing(errno.ENOSYS))
-    monkeypatch.setattr(_records, "CLAIM_WAIT_S", 0.01)
-    claim = tmp_path / "run" / "epochs" / ".0000001.json.claim"
-    claim.parent.mkdir(parents=True)
-    claim.write_bytes(b"")
-
-    async def scenario(tier: FileTier) -> None:
-        with pytest.raises(TierError, match="claimed"):
-            await tier.commit(RECORD, b"x")
-        assert await tier.fetch(RECORD) is None
-        long_ago = claim.stat().st_mtime - _records.CLAIM_STALE_S - 1
-        os.utime(claim, (long_ago, long_ago))
-        assert await tier.commit(RECORD, b"x")
-        assert await tier.fetch(RECORD) == b"x"
-
-    on(disk(tmp_path), scenario)
-    assert not claim.exists()
-
-
-def test_a_lost_answer_to_a_link_is_not_taken_for_another_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over NFS the repeated call finds the file that the first one made."""
-    real = os.link
-
-    def link(source: str, target: str) -> None:
-        real(source, target)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-
-    monkeypatch.setattr(os, "link", link)
-    assert on(disk(tmp_path), lambda tier: tier.commit(RECORD, b"x")) is True
-
-
-@pytest.mark.parametrize("call", ["fsync", "link"])
-def test_a_record_is_whole_or_not_there(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(tier: FileTier) -> None:
-        (tmp_path / "run" / "epochs").mkdir(parents=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, refusing(errno.EIO))
-            with pytest.raises(TierError) as caught:
-                await tier.commit(RECORD, b"x" * 10_000)
-        assert caught.value.errno == errno.EIO and await tier.fetch(RECORD) is None
-        assert await tier.commit(RECORD, b"whole")
-
-    on(disk(tmp_path), scenario)
-    assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
-
-
-def test_a_record_whose_folder_cannot_be_synced_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(tier: FileTier) -> None:
-        reservation = await put(tier, SHARD, data_of(10))
-        with monkeypatch.context() as patch:
-            patch.setattr(_records, "sync_folder", refusing(errno.EIO))
-            with pytest.raises(TierError):
-                await tier.commit(MANIFEST, b"{}", shards=[reservation])
-        assert await tier.fetch(MANIFEST) is None
-        await tier.abort(reservation)  # would tear a checkpoint whose manifest had stayed
-        assert await found(tier) == set()
-
-    on(disk(tmp_path), scenario)
-
-
-def test_a_torn_beat_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(tier: FileTier) -> None:
-        await tier.beat(RECORD, b"old")
-        monkeypatch.setattr(os, "rename", refusing(errno.EIO))
-        with pytest.raises(TierError):
-            await tier.beat(RECORD, b"new")
-        assert await tier.fetch(RECORD) == b"old"
-
-    on(disk(tmp_path), scenario)
-    assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
-
-
-def test_folders_are_durable_before_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    real = _folders.sync_folder
-
-    def sync(path: str) -> None:
-        synced.append(os.path.relpath(path, tmp_path))
-        real(path)
-
-    monkeypatch.setattr(_folders, "sync_folder", sync)
-    monkeypatch.setattr(_records, "sync_folder", sync)
-
-    async def scenario(tier: FileTier) -> None:
-        assert synced == ["."]
-        reservation = await put(tier, SHARD, data_of(10))
-        assert synced[1:] == ["root", "root/run"]
-        await tier.commit(MANIFEST, b"{}", shards=[reservation])
-        attempt = f"root/run/{CHECKPOINT.attempt}"
-        assert synced[3:] == [attempt, attempt]  # for the shard, then for the manifest
-
-    on(disk(tmp_path / "root"), scenario)
-
-
-def test_a_drop_deletes_the_manifest_durably_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-    real_unlink, real_fsync = os.unlink, os.fsync
-
-    def unlink(path: str, **options: Any) -> None:
-        steps.append(os.path.basename(path))
-        real_unlink(path, **options)
-
-    def fsync(descriptor: int) -> None:
-        steps.append("fsync")
-        real_fsync(descriptor)
-
-    async def scenario(tier: FileTier) -> None:
-        await save(tier, SHARD, data_of(10))
-        monkeypatch.setattr(os, "unlink", unlink)
-        monkeypatch.setattr(os, "fsync", fsync)
-        await tier.drop([CHECKPOINT])
-        assert steps == ["manifest.json", "fsync", SHARD.name]
-
-    on(disk(tmp_path), scenario)
-
-
 # -- hung and failing calls ----------------------------------------------------------------------------
 
 
@@ -341,6 +175,33 @@ def test_a_path_that_lets_calls_pile_up_is_unavailable(tmp_path: Path) -> None:
     on(disk(tmp_path), scenario)
 
 
+@pytest.mark.parametrize("refused", [1, 2])
+def test_leases_that_are_refused_hold_nothing(tmp_path: Path, refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of its calls the path does not take any more."""
+
+    async def scenario(tier: FileTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        reservation = await put(tier, NEW, data_of(10))
+        before, call, calls = files_in_use(), tier._calls.call, 0
+
+        async def piled_up(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == refused:
+                raise TierUnavailable("calls pile up")
+            return await call(*arguments)
+
+        async with await tier.lease([SHARD]):
+            with monkeypatch.context() as patch:
+                patch.setattr(tier._calls, "call", piled_up)
+                with pytest.raises(TierUnavailable, match="pile up"):
+                    await tier.lease([SHARD, NEW])
+        assert comes_back_to(before), describe_files()
+        await tier.abort(reservation)
+
+    on(disk(tmp_path), scenario)
+
+
 def test_a_write_that_close_overtakes_fails_by_name(tmp_path: Path) -> None:
     async def scenario(tier: FileTier) -> None:
         assert isinstance(await tier.reserve(SHARD, 10), Reservation)
@@ -355,7 +216,7 @@ def test_a_write_that_close_overtakes_fails_by_name(tmp_path: Path) -> None:
 
 def test_no_descriptors_leak_when_things_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(tier: FileTier) -> None:
-        before = in_use()
+        before = files_in_use()
         for name, where in (("sync_folder", _folders), ("make_folders", _files), ("set_direct", _files)):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, refusing(errno.EIO))

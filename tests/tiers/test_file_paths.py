@@ -14,7 +14,8 @@ from stepwell.errors import CheckpointGone, ConfigError, TierError, TierUnavaila
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Refused, Reservation, ShardKey
 from stepwell.tiers.file import FileTier
 from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, Memory, data_of, found, get, put, save
-from tests.tiers.helpers import disk, on, small_disk, tree
+from tests.mounts import tmpfs
+from tests.tiers.helpers import disk, on, tree
 
 SHARD_PATH = "run/step-000000001.1-1/model.safetensors"
 
@@ -180,7 +181,7 @@ def test_umask_and_setgid_are_kept(tmp_path: Path) -> None:
 @pytest.fixture
 def frozen(tmp_path: Path) -> Iterator[Path]:
     """A tree on a file system that is mounted read-only, holding one checkpoint."""
-    with small_disk(tmp_path / "frozen") as point:
+    with tmpfs(tmp_path / "frozen", 4) as point:
         on(disk(point), lambda tier: save(tier, SHARD, data_of(5000)))
         subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
         yield point

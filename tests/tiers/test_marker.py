@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,9 +18,8 @@ from stepwell.native import crc32c
 from stepwell.tiers import _marker
 from stepwell.tiers._marker import MARKER_NAME, Memory
 from stepwell.tiers.base import RecordKey, Refused, Tier
-from stepwell.tiers.pfs import PfsTier
 from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, put, save
-from tests.tiers.helpers import on, started, tree
+from tests.tiers.helpers import on, pfs, refusing, started, tree
 
 BEAT = RecordKey("run", "epochs/1.beat")
 
@@ -31,16 +29,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user without any cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "pfs").mkdir()
-    return tmp_path / "pfs"
-
-
-def pfs(root: Path, **options: Any) -> PfsTier:
-    return PfsTier(root, **{"reading": "direct", "delete_pause_s": 0, **options})
 
 
 async def nothing(tier: Tier) -> None:
@@ -225,6 +213,19 @@ def test_a_cache_folder_that_cannot_be_written(root: Path, home: Path) -> None:
     on(pfs(root), nothing)
 
 
+def test_a_marker_that_is_a_link_to_nothing_is_an_error(root: Path) -> None:
+    (root / MARKER_NAME).symlink_to("nowhere")
+
+    async def scenario(tier: Tier) -> None:
+        for call in (tier.reserve(SHARD, 10), tier.commit(MANIFEST, b"{}"), tier.beat(BEAT, b"1")):
+            with pytest.raises(TierError, match="link to nothing") as caught:
+                await call
+            assert caught.value.errno == errno.ELOOP
+
+    on(pfs(root), scenario)
+    assert tree(root) == {MARKER_NAME}
+
+
 # -- unmounted while it is in use ----------------------------------------------------------------------
 
 
@@ -258,12 +259,9 @@ def test_what_is_not_mounted_any_more_is_neither_written_nor_taken_for_empty(roo
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_no_room_for_the_marker(root: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     async def scenario(tier: Tier) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "link", refuse)
+            patch.setattr(os, "link", refusing(number))
             refused = await tier.reserve(SHARD, 10)
             assert isinstance(refused, Refused)
             assert refused.reason == ("read-only" if number == errno.EROFS else "full")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepwell.tiers import _folders
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.pfs import PfsTier
 from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, put, save
-from tests.tiers.helpers import on, tree
+from tests.tiers.helpers import on, pfs, record_deletions, tree
 
 FILES = 5
 
@@ -42,19 +44,8 @@ class Gate:
             self._go.release()
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "pfs").mkdir()
-    return tmp_path / "pfs"
-
-
 def paced(root: Path, sleep: Any) -> PfsTier:
-    return PfsTier(root, reading="direct", delete_pause_s=0.02, sleep=sleep)
+    return pfs(root, delete_pause_s=0.02, sleep=sleep)
 
 
 async def save_many(tier: Tier, checkpoint: CheckpointKey) -> None:
@@ -66,15 +57,6 @@ async def save_many(tier: Tier, checkpoint: CheckpointKey) -> None:
 
 def test_the_manifest_goes_first_and_durably_then_file_by_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
-    real_unlink, real_fsync = os.unlink, os.fsync
-
-    def unlink(path: str, **options: Any) -> None:
-        steps.append(os.path.basename(path))
-        real_unlink(path, **options)
-
-    def fsync(descriptor: int) -> None:
-        steps.append("fsync")
-        real_fsync(descriptor)
 
     async def sleep(seconds: float) -> None:
         steps.append("pause")
@@ -82,8 +64,7 @@ def test_the_manifest_goes_first_and_durably_then_file_by_file(root: Path, monke
     async def scenario(tier: PfsTier) -> None:
         await save_many(tier, CHECKPOINT)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", unlink)
-            patch.setattr(os, "fsync", fsync)
+            record_deletions(steps, patch)
             await tier.drop([CHECKPOINT])
         assert steps[:4] == ["manifest.json", "fsync", "rank-00000.json", "fsync"]
         assert steps[5::2] == ["pause"] * FILES
@@ -139,6 +120,28 @@ def test_a_cancelled_drop_is_no_checkpoint_any_more_and_can_be_dropped_again(roo
         await tier.close()
 
     asyncio.run(main())
+
+
+def test_a_listing_that_fails_for_a_moment_is_asked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = _folders.names_in, 0
+
+    def names_in(path: str) -> list[str]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return real(path)
+
+    async def sleep(seconds: float) -> None:
+        pass
+
+    async def scenario(tier: PfsTier) -> None:
+        await save(tier, SHARD, data_of(10))
+        monkeypatch.setattr(_folders, "names_in", names_in)
+        await tier.drop([CHECKPOINT])
+        assert calls == 2 and await found(tier) == set()
+
+    on(paced(root, sleep), scenario)
 
 
 def test_a_link_in_place_of_a_checkpoint_is_not_followed(root: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,34 +13,17 @@ from stepwell.tiers import _files
 from stepwell.tiers.base import ChunkIO, RecordKey, Refused, Reservation
 from stepwell.tiers.pfs import PfsTier
 from tests.contract.suite import MANIFEST, NEW, SHARD, Memory, data_of, get, put, save
-from tests.tiers.helpers import on, small_disk, tree
+from tests.tiers.helpers import on, pfs, tree
 
 MB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "pfs").mkdir()
-    return tmp_path / "pfs"
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "small") as point:
-        yield point
 
 
 async def never(seconds: float) -> None:
     raise AssertionError("a full tier is not asked again")
 
 
-def pfs(root: Path) -> PfsTier:
-    return PfsTier(root, reading="direct", delete_pause_s=0, sleep=never)
+def impatient(root: Path) -> PfsTier:
+    return pfs(root, sleep=never)
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC])
@@ -54,7 +36,7 @@ def test_full_at_a_write(root: Path, number: int) -> None:
         assert isinstance(result.error, TierFull) and result.error.errno == number
         assert errno.errorcode[number] in str(result.error) and "enough" not in str(result.error)
 
-    on(pfs(root), scenario)
+    on(impatient(root), scenario)
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.ENOSPC])
@@ -79,7 +61,7 @@ def test_full_at_fsync_and_close(root: Path, call: str, number: int, monkeypatch
         await tier.abort(reservation)
         await save(tier, SHARD, data_of(5000))  # goes on when there is room
 
-    on(pfs(root), scenario)
+    on(impatient(root), scenario)
 
 
 def test_full_at_a_reservation_and_free_again(small: Path) -> None:
@@ -91,24 +73,24 @@ def test_full_at_a_reservation_and_free_again(small: Path) -> None:
         await save(tier, NEW, data_of(MB))
 
     (small / "ckpt").mkdir()
-    on(PfsTier(small / "ckpt", reading="direct", delete_pause_s=0), scenario)
+    on(pfs(small / "ckpt"), scenario)
 
 
 def test_what_is_kept_of_a_shard_needs_no_second_room(small: Path) -> None:
     (small / "ckpt").mkdir()
-    on(pfs(small / "ckpt"), lambda tier: put(tier, SHARD, data_of(3 * MB)))
+    on(impatient(small / "ckpt"), lambda tier: put(tier, SHARD, data_of(3 * MB)))
 
     async def scenario(tier: PfsTier) -> None:
         reservation = await tier.reserve(SHARD, 3 * MB, resume=True)  # of 4 MB
         assert isinstance(reservation, Reservation) and reservation.resumed
         assert await get(tier, SHARD, 3 * MB) == data_of(3 * MB)
 
-    on(pfs(small / "ckpt"), scenario)
+    on(impatient(small / "ckpt"), scenario)
 
 
 def test_a_read_only_mount_is_read_and_refuses(small: Path) -> None:
     (small / "ckpt").mkdir()
-    on(pfs(small / "ckpt"), lambda tier: save(tier, SHARD, data_of(5000)))
+    on(impatient(small / "ckpt"), lambda tier: save(tier, SHARD, data_of(5000)))
     before = tree(small)
     remount = subprocess.run(["mount", "-o", "remount,ro", str(small)], capture_output=True)
     if remount.returncode:
@@ -125,7 +107,7 @@ def test_a_read_only_mount_is_read_and_refuses(small: Path) -> None:
         async with await tier.lease([SHARD]):
             pass
 
-    on(pfs(small / "ckpt"), scenario)
+    on(impatient(small / "ckpt"), scenario)
     assert tree(small) == before
 
 
@@ -145,4 +127,4 @@ def test_a_mount_that_turns_read_only_refuses(small: Path) -> None:
             assert caught.value.errno == errno.EROFS
         assert await get(tier, SHARD, 5000) == data_of(5000)
 
-    on(pfs(small / "ckpt"), scenario)
+    on(impatient(small / "ckpt"), scenario)

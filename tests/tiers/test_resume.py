@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from stepwell.tiers.base import ChunkIO, Refused, Reservation, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.pfs import PfsTier
 from tests.contract.suite import CHECKPOINT, MANIFEST, SHARD, Memory, chunks_of, data_of, found, get, put
-from tests.tiers.helpers import disk, on, tree
+from tests.tiers.helpers import disk, no_fallocate, on, pfs, refusing, tree
 
 MB = 1 << 20
 SIZE = 8 * MB + 777
@@ -49,21 +48,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "pfs").mkdir()
-    return tmp_path / "pfs"
-
-
-def pfs(root: Path, **options: Any) -> PfsTier:
-    return PfsTier(root, **{"reading": "direct", "delete_pause_s": 0, **options})
 
 
 def killed_writer(root: Path, direct: bool, written: int) -> None:
@@ -125,9 +109,6 @@ def test_a_close_leaves_what_is_reserved(root: Path) -> None:
 
 def test_where_room_cannot_be_taken_ahead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without fallocate the file is as long as reserved all the same, so that another process can tell."""
-
-    async def no_fallocate(fd: int, size_bytes: int) -> int:
-        return -errno.EOPNOTSUPP
 
     async def begin(tier: PfsTier) -> None:
         monkeypatch.setattr(tier.files._medium, "allocate", no_fallocate)
@@ -196,11 +177,7 @@ def test_a_commit_that_got_as_far_as_its_record_is_resumed(tmp_path: Path, monke
     async def scenario(tier: FileTier) -> None:
         reservation = await put(tier, SHARD, data_of(5000))
         with monkeypatch.context() as patch:
-
-            def full(*paths: object) -> None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            patch.setattr(os, "link", full)
+            patch.setattr(os, "link", refusing(errno.ENOSPC))
             with pytest.raises(TierError):
                 await tier.commit(MANIFEST, b"{}", shards=[reservation])
         again = await tier.reserve(SHARD, 5000, resume=True)
@@ -215,10 +192,7 @@ def test_a_commit_that_got_as_far_as_its_record_is_resumed(tmp_path: Path, monke
 def test_debris_that_cannot_be_read_is_replaced(root: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on(pfs(root), lambda tier: put(tier, SHARD, data_of(5000)))
 
-    def bad(path: str, size_bytes: int, direct: bool) -> tuple[int, bool]:
-        raise OSError(number, os.strerror(number), path)
-
-    monkeypatch.setattr(_files, "resume", bad)
+    monkeypatch.setattr(_files, "resume", refusing(number))
 
     async def scenario(tier: Tier) -> None:
         reservation = await tier.reserve(SHARD, 5000, resume=True)

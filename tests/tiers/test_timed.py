@@ -14,28 +14,17 @@ from typing import Any
 
 import pytest
 
-from stepwell.errors import TierUnavailable
+from stepwell.errors import TierError, TierUnavailable
 from stepwell.tiers import _files, _folders, _timed, file
-from stepwell.tiers.base import RecordKey, Reservation, Tier
+from stepwell.tiers.base import ChunkIO, RecordKey, Reservation, Tier
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.pfs import PfsTier
 from stepwell.tiers.wrap import Fault, Faulty, Timed
-from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, data_of, found, get, put, save
+from tests.contract.suite import CHECKPOINT, MANIFEST, NEW, SHARD, Memory, data_of, found, get, put, save
 from tests.resources import comes_back_to, describe_files, in_use
-from tests.tiers.helpers import on, started, tree
+from tests.tiers.helpers import on, pfs, refusing, started, tree
 
 SHORT_S = 0.4
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "pfs").mkdir()
-    return tmp_path / "pfs"
 
 
 class Hang:
@@ -44,8 +33,10 @@ class Hang:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self._gate = threading.Event()
+        self.begun = threading.Event()
 
     def __call__(self, *arguments: Any) -> Any:
+        self.begun.set()
         self._gate.wait()
         return self._call(*arguments)
 
@@ -68,8 +59,8 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, str], Hang]
         each.release()
 
 
-def pfs(root: Path, timeout_s: float = SHORT_S) -> PfsTier:
-    return PfsTier(root, reading="direct", engine="threads", delete_pause_s=0, timeout_s=timeout_s)
+def timed(root: Path, timeout_s: float = SHORT_S) -> PfsTier:
+    return pfs(root, engine="threads", timeout_s=timeout_s)
 
 
 CALLS: dict[str, Callable[[Tier, Reservation], Awaitable[object]]] = {
@@ -151,7 +142,7 @@ def test_a_reservation_that_was_given_up_is_taken_back(root: Path, hang: Callabl
         await save(tier, NEW, data_of(20))
         assert await get(tier, NEW, 20) == data_of(20)
 
-    on(pfs(root), scenario)
+    on(timed(root), scenario)
     assert comes_back_to(before), describe_files()
 
 
@@ -167,7 +158,64 @@ def test_a_commit_that_was_given_up_may_still_succeed(root: Path, hang: Callable
         assert not await tier.commit(MANIFEST, b"{}", shards=[reservation])
         assert await get(tier, SHARD, 5000) == data_of(5000)
 
-    on(pfs(root, 0.2), scenario)
+    on(timed(root, 0.2), scenario)
+
+
+def test_nothing_is_written_into_a_commit_that_was_given_up(root: Path, hang: Callable[[Any, str], Hang]) -> None:
+    """It goes on: a late write would not be durable, or would leave its padding in a committed file."""
+
+    async def scenario(tier: PfsTier) -> None:
+        reservation = await put(tier, SHARD, data_of(5000))
+        finishing = hang(_files, "finish")
+        with pytest.raises(TierUnavailable, match="commit"):
+            await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        memory = Memory(5000, bytes(5000))
+        [result] = await tier.write([ChunkIO(SHARD, 0, 5000, memory.address)])
+        assert result.error is not None and result.error.errno == errno.EBUSY
+        finishing.release()
+        while await tier.fetch(MANIFEST) is None:
+            await asyncio.sleep(0)
+        assert await get(tier, SHARD, 5000) == data_of(5000)
+
+    on(timed(root, 0.2), scenario)
+
+
+def test_what_a_failed_commit_held_can_be_written_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: PfsTier) -> None:
+        reservation = await put(tier, SHARD, data_of(5000))
+        with monkeypatch.context() as patch:
+            patch.setattr(_files, "finish", refusing(errno.EINTR))
+            with pytest.raises(TierError):
+                await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        memory = Memory(5000, bytes(5000))
+        [result] = await tier.write([ChunkIO(SHARD, 0, 5000, memory.address)])
+        assert result.error is None and await tier.commit(MANIFEST, b"{}", shards=[reservation])
+        assert await get(tier, SHARD, 5000) == bytes(5000)
+
+    on(timed(root, 60), scenario)
+
+
+def test_a_close_that_is_cancelled_goes_on(root: Path, hang: Callable[[Any, str], Hang]) -> None:
+    async def main() -> None:
+        tier = timed(root, 60)
+        await tier.start()
+        creating = hang(_files, "create")
+        reserving = asyncio.ensure_future(tier.reserve(NEW, 10))
+        while not creating.begun.is_set():
+            await asyncio.sleep(0)
+        closing = asyncio.ensure_future(tier.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        creating.release()
+        await asyncio.wait([reserving])
+        assert tier.files._closing is not None
+        await tier.files._closing
+
+    before = in_use()
+    asyncio.run(main())
+    assert comes_back_to(before), describe_files()
 
 
 def test_a_listing_that_hangs(root: Path, hang: Callable[[Any, str], Hang]) -> None:
@@ -180,7 +228,7 @@ def test_a_listing_that_hangs(root: Path, hang: Callable[[Any, str], Hang]) -> N
             listing.release()
             assert len(await found(tier)) == 2
 
-    on(pfs(root, 0.1), scenario)
+    on(timed(root, 0.1), scenario)
 
 
 def test_a_start_that_hangs_is_given_up_and_found_done_by_the_next(
@@ -188,7 +236,7 @@ def test_a_start_that_hangs_is_given_up_and_found_done_by_the_next(
 ) -> None:
     async def main() -> None:
         checking = hang(_folders, "check_root")
-        tier = pfs(root, 0.1)
+        tier = timed(root, 0.1)
         for _ in range(2):
             with pytest.raises(TierUnavailable, match="start"):
                 await tier.start()
@@ -210,7 +258,7 @@ def test_close_of_a_hung_tier_returns_and_a_start_that_ends_later_opens_nothing(
 
     async def main() -> None:
         checking = hang(_folders, "space")  # the last call of a start
-        tier = pfs(root)
+        tier = timed(root)
         with pytest.raises(TierUnavailable):
             await tier.start()
         begin = time.monotonic()
@@ -261,15 +309,15 @@ asyncio.run(main())
 def test_a_hung_cache_folder_delays_a_start_only_a_moment(
     root: Path, hang: Callable[[Any, str], Hang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from stepwell.tiers import _marker
     from stepwell.tiers import pfs as module
-    from stepwell.tiers._marker import Memory
 
     monkeypatch.setattr(module, "CACHE_S", 0.01)
     gate = threading.Event()
-    monkeypatch.setattr(Memory, "recall", lambda memory: str(gate.wait()))
-    monkeypatch.setattr(Memory, "remember", lambda memory, tier_id: gate.wait())
+    monkeypatch.setattr(_marker.Memory, "recall", lambda memory: str(gate.wait()))
+    monkeypatch.setattr(_marker.Memory, "remember", lambda memory, tier_id: gate.wait())
     try:
-        on(pfs(root, 60), lambda tier: save(tier, SHARD, data_of(10)))
+        on(timed(root, 60), lambda tier: save(tier, SHARD, data_of(10)))
     finally:
         gate.set()
     assert f"run/{CHECKPOINT.attempt}/manifest.json" in tree(root)
