@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -106,17 +106,39 @@ class Catalog:
 
     async def _late(self, scans: Sequence[dict[Attempt, Holding]]) -> set[Attempt]:
         """Attempts whose manifest came after their writer had lost the run."""
-        for tier in reversed(self.tiers):
+        late: set[Attempt] = set()
+        undecided = {attempt for found in scans for attempt in found}
+        async for at, epoch, seen in self._seen_lists(scans):
+            older = {attempt for attempt in undecided if attempt.epoch < epoch}
+            listed = {attempt for attempt in older if attempt.folder in seen.attempts}
+            unknown = set()
+            if seen.alone:  # of what is only on other tiers its writer could not know
+                unknown = {a for a in older if any(a in found for i, found in enumerate(scans) if i != at)}
+            late |= older - listed - unknown
+            undecided = unknown - listed
+            if not undecided:
+                break
+        return late
+
+    async def _seen_lists(self, scans: Sequence[dict[Attempt, Holding]]) -> AsyncIterator[tuple[int, int, Seen]]:
+        """(index of the tier, epoch, list), the newest first. A tier that lists but cannot be read is absent."""
+        for at, tier in reversed(list(enumerate(self.tiers))):
+            if tier.info.name in self.absent:
+                continue
             for epoch in reversed(self.epochs.get(tier.info.name, [])):
-                data = await tier.fetch(RecordKey(self.run, epoch_file(epoch, "seen.json")))
+                try:
+                    data = await tier.fetch(RecordKey(self.run, epoch_file(epoch, "seen.json")))
+                except StepwellError as error:
+                    self.absent[tier.info.name] = str(error)
+                    scans[at].clear()
+                    break
                 if data is None:
                     continue  # its writer died before it had looked: the list before counts
                 try:
-                    seen = set(decode(data, Seen).attempts)
+                    seen = decode(data, Seen)
                 except StepwellError:
                     continue  # a bad list must not hide good checkpoints
-                return {a for found in scans for a in found if a.epoch < epoch and a.folder not in seen}
-        return set()
+                yield at, epoch, seen
 
     async def newest_manifest(self) -> Manifest | None:
         """The last one written that can be read; None if there is none.

@@ -10,7 +10,7 @@ import msgspec
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
 from stepwell.epochs import Writership, describe_self
-from stepwell.errors import CorruptData, RunBusy, StepwellError
+from stepwell.errors import CorruptData, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file, rank_of
 from stepwell.format.records import Draft, Manifest, RankRecord, ShardRecord, decode, encode
 from stepwell.jobs import Job, wait_for
@@ -111,7 +111,7 @@ class Committer:
         Raises RunBusy if another writer has taken the run meanwhile.
         """
         own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
-        await self._put_record(tier, own, record, reserved)
+        await self._put_record(tier, own, record, reserved, attempt.step)
         home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""
         prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}"
         covered = self.covered(tier)
@@ -138,13 +138,16 @@ class Committer:
         store.put(f"{prefix}/manifest", encode(manifest))
         return manifest
 
-    async def _put_record(self, tier: Tier, own: RecordKey, record: bytes, reserved: Sequence[Reservation]) -> None:
+    async def _put_record(
+        self, tier: Tier, own: RecordKey, record: bytes, reserved: Sequence[Reservation], step: int
+    ) -> None:
         """This rank's record, with its shards durable before it."""
         if await tier.commit(own, record, shards=reserved):
             return
         if await tier.fetch(own) != record:
             raise CorruptData("another attempt's record stands in this one's place", path=str(own), tier=tier.info.name)
         if reserved:
+            await self.writership.require(tier, step)
             # an earlier try got as far as the record; since then its shards were reserved and perhaps written
             # again, and a commit that finds its record makes nothing durable
             await tier.drop([own])
@@ -152,13 +155,7 @@ class Committer:
                 raise CorruptData("another process writes this attempt", path=str(own), tier=tier.info.name)
 
     async def _put_manifest(self, tier: Tier, attempt: Attempt, manifest: Manifest) -> None:
-        # elsewhere the heartbeat's last look must do: a stuck authority must not hold up the tiers above it, and
-        # what is committed there too late is not on the next writer's list
-        lost = self.writership.lost or (tier is self.writership.tier and not await self.writership.still_ours())
-        if self.job.leader and lost:
-            raise RunBusy(
-                "another writer has taken this run over; this save is not committed", run=self.run, step=attempt.step
-            )
+        await self.writership.require(tier, attempt.step)
         await tier.commit(RecordKey(self.run, f"{attempt.folder}/{MANIFEST}"), encode(manifest))
 
     async def adopt(self, catalog: Catalog) -> list[tuple[Attempt, str]]:

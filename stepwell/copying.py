@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +19,15 @@ import msgspec
 
 from stepwell import native
 from stepwell.catalog import Catalog
-from stepwell.clock import SystemClock
-from stepwell.epochs import Writership
+from stepwell.changing import has_writers, require_writable, taken_over
 from stepwell.errors import CheckpointNotFound, ConfigError, CorruptData, StepExists, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import FileRecord, Manifest, RankRecord, ShardRecord, decode, encode
-from stepwell.jobs import Job, LocalStore
-from stepwell.mover import Healing, Mover, Reading, write
-from stepwell.places import Named, NoProgress, Progress, Ref, is_run, look_up, mover, opened, run_whole
+from stepwell.mover import Mover, write
+from stepwell.places import Named, NoProgress, Progress, Ref, look_up, mover, opened, run_whole
 from stepwell.plainfiles import copy_plain, plain_files, plain_target
 from stepwell.ranges import Read
+from stepwell.reading import Healing, Reading
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Refused, Reservation, ShardKey, Tier, tier_error
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import Priority
@@ -71,14 +70,22 @@ class _Load:
         return shards + sum(map(len, self.sidecars.values()))
 
 
-def copy(ref: Ref, target: str | os.PathLike[str], progress: Progress | None = None) -> list[Copied]:
+def copy(
+    ref: Ref,
+    target: str | os.PathLike[str],
+    progress: Progress | None = None,
+    on_copied: Callable[[Copied], None] = lambda _: None,
+) -> list[Copied]:
     """Copies what `ref` means into the folder `target`, under its own name; makes the folder if its parent is there.
 
     One checkpoint (of a run without `@`: the newest), a range, or a plain folder of safetensors files or one of
     its files. When it returns, the copies are durable. Nothing that is there is replaced, and a copy that fails
     or is interrupted leaves nothing behind; those of a range that were made before stay. Raises StepExists if a
     copy's place or its step in the run is taken; CorruptData if a block is bad on every tier of the source;
-    RunBusy if `target` is a run that somebody writes; TierFull and other TierErrors.
+    RunBusy if `target` is a run that somebody writes; ConfigError if only another tier of it can tell that;
+    TierFull and other TierErrors.
+
+    on_copied: is told of each copy as soon as it is durable, on the event loop.
     """
     named = look_up(ref)
     place = Path(target).expanduser().absolute()
@@ -86,7 +93,7 @@ def copy(ref: Ref, target: str | os.PathLike[str], progress: Progress | None = N
     with _target(place):
         if named.place.kind == "plain":
             return [_copy_plain(named, place, progress)]
-        return run_whole(_copy(named, place, progress))
+        return run_whole(_copy(named, place, progress, on_copied))
 
 
 @contextmanager
@@ -134,7 +141,7 @@ def _copy_plain(named: Named, target: Path, progress: Progress) -> Copied:
     return Copied(only or folder.name, None, place, size)
 
 
-async def _copy(named: Named, target: Path, progress: Progress) -> list[Copied]:
+async def _copy(named: Named, target: Path, progress: Progress, on_copied: Callable[[Copied], None]) -> list[Copied]:
     async with opened(named) as run:
         chosen = run.chosen
         if named.place.kind == "run" and not named.place.selected:
@@ -151,17 +158,23 @@ async def _copy(named: Named, target: Path, progress: Progress) -> list[Copied]:
         async with _into(target) as home:
             for load in loads:
                 home.check_free(load)
-            return [await home.put(load, progress) for load in loads]
+            done = []
+            for load in loads:
+                done.append(await home.put(load, progress))
+                on_copied(done[-1])
+            return done
 
 
 async def _load(catalog: Catalog, attempt: Attempt) -> _Load:
     """Reads all records, each from the nearest tier where it is the one that was committed."""
     manifest, data = await catalog.manifest(attempt), None
     for holding in catalog.holdings[attempt]:
-        there = await catalog.manifest(attempt, holding.tier)
-        if there.complete:
-            manifest, data = there, await holding.tier.fetch(RecordKey(catalog.run, f"{attempt.folder}/{MANIFEST}"))
-            break
+        with suppress(StepwellError):  # another tier's may be good
+            there = await catalog.manifest(attempt, holding.tier)
+            if there.complete:
+                data = await holding.tier.fetch(RecordKey(catalog.run, f"{attempt.folder}/{MANIFEST}"))
+                manifest = there
+                break
     ranks = {}
     for rank in range(manifest.world):
         record, sealed = await _record(catalog, attempt, rank)
@@ -199,9 +212,10 @@ async def _record(catalog: Catalog, attempt: Attempt, rank: int) -> tuple[RankRe
 async def _sidecar(catalog: Catalog, attempt: Attempt, name: str, file: FileRecord) -> bytes:
     path = f"{attempt.folder}/{name}"
     for holding in catalog.holdings[attempt]:
-        data = await holding.tier.fetch(RecordKey(catalog.run, path))
-        if data is not None and len(data) == file.size and native.crc32c(data) == file.crc:
-            return data
+        with suppress(StepwellError):  # another tier's may be good
+            data = await holding.tier.fetch(RecordKey(catalog.run, path))
+            if data is not None and len(data) == file.size and native.crc32c(data) == file.crc:
+                return data
     raise CorruptData("a sidecar file is missing or damaged", todo=_ONLY_WHOLE, path=path)
 
 
@@ -214,30 +228,17 @@ async def _into(target: Path) -> AsyncIterator[_Home]:
     tier = FileTier(target.parent, name="copy")
     await tier.start()
     try:
+        require_writable(tier)
         catalog = Catalog(target.name, [tier])
         await catalog.refresh()
         catalog.require_all_tiers("the folder cannot be listed")
-        if not is_run(target):
+        if not has_writers(target.name, [tier]):
             yield _Home(target, tier, catalog, None)
             return
         async with taken_over(catalog, tier) as epoch:
             yield _Home(target, tier, catalog, epoch)
     finally:
         await tier.close()
-
-
-@asynccontextmanager
-async def taken_over(catalog: Catalog, tier: Tier) -> AsyncIterator[int]:
-    """Holds a run: nobody else writes it meanwhile. Gives the epoch. Raises RunBusy if somebody does."""
-    writership = Writership(catalog.run, tier, Job(0, 1, LocalStore(), None, 0), SystemClock())
-    epoch = await writership.acquire()
-    try:
-        await catalog.refresh()
-        await writership.publish_seen([attempt.folder for attempt in catalog.holdings])
-        writership.start_beating()
-        yield epoch
-    finally:
-        await writership.close()
 
 
 class _Home:

@@ -1,7 +1,8 @@
 """Delete: chosen checkpoints, their manifests first, after checks that no slip of the hand gets past.
 
-A writer that runs does not mind when older checkpoints go. The newest one, and what is left of saves that were
-never committed, may be in its hands: before these go, the run is taken over, which a live writer refuses.
+A writer that runs does not mind when older checkpoints go. The newest one, the newest one that is whole, and what
+is left of saves that were never committed, may be in its hands: before these go, the run is taken over, which a live
+writer refuses. The files go at once, on a shared tier too: who deletes by hand wants the room, and waits for no reader.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepwell.catalog import Catalog
-from stepwell.copying import taken_over
-from stepwell.errors import CheckpointNotFound, ConfigError
+from stepwell.changing import has_writers, require_writable, taken_over
+from stepwell.describing import describe
+from stepwell.errors import CheckpointNotFound, ConfigError, StepwellError
 from stepwell.format.names import Attempt
-from stepwell.places import Named, Opened, Ref, is_run, look_up, opened, run_whole, started
+from stepwell.places import Named, Opened, Ref, look_up, opened, run_whole, started
 from stepwell.tiers.base import CheckpointKey, Tier
 
 
@@ -28,7 +30,7 @@ class Doomed:
     tier: str
     path: Path
     size_bytes: int
-    newest: bool  # the newest of its run
+    newest: str  # "newest" or "newest whole", if it is that of its run's checkpoints; else ""
     committed: bool  # False: what is left of a save
 
 
@@ -43,9 +45,10 @@ def plan_deletion(refs: Sequence[Ref]) -> list[Doomed]:
 def delete(refs: Sequence[Ref], *, force: bool = False, on_deleted: Callable[[Doomed], None] = lambda _: None) -> None:
     """Deletes checkpoints: a step, a range, a tag, a step folder; on every tier that has them.
 
-    force: also the newest checkpoint of a run. All references are checked before anything is deleted. Raises
-    what `plan_deletion` raises; ConfigError for the newest one without `force`; RunBusy if a writer holds the
-    run of the newest checkpoint or of a save that is not committed; TierError if a tier cannot delete.
+    force: also the newest checkpoint of a run, and the newest that is whole. All references are checked before
+    anything is deleted. Raises what `plan_deletion` raises; ConfigError for the newest one without `force`, or if
+    only another tier can tell whether a writer holds the run; RunBusy if one does, and the newest checkpoint or a
+    save that is not committed would go; TierError if a tier cannot delete.
     """
     everything = _look_up(refs)
     plans = _plans(everything)
@@ -57,11 +60,11 @@ def delete(refs: Sequence[Ref], *, force: bool = False, on_deleted: Callable[[Do
 
 
 def check_newest(plan: Sequence[Doomed], force: bool) -> None:
-    """Raises ConfigError if the newest checkpoint of a run would go without `force`."""
+    """Raises ConfigError if a run's newest checkpoint, or its newest whole one, would go without `force`."""
     for doomed in plan:
         if doomed.newest and not force:
             raise ConfigError(
-                f"step {doomed.step} is the newest checkpoint of its run; nothing was deleted",
+                f"step {doomed.step} is the {doomed.newest} checkpoint of its run; nothing was deleted",
                 todo="Leave it out, or say --force (force=True)",
                 path=str(doomed.path),
             )
@@ -107,9 +110,9 @@ async def _plan(named: Named) -> list[Doomed]:
     place = named.place
     try:
         async with opened(named) as run:
-            newest = run.catalog.newest_first()[:1] if run.run else []
+            newest = await _newest(run.catalog) if run.run else {}
             return [
-                _doomed(run, attempt, holding.tier, sum(holding.files.values()), newest=attempt in newest)
+                _doomed(run, attempt, holding.tier, sum(holding.files.values()), newest.get(attempt, ""))
                 for attempt in run.chosen
                 for holding in run.catalog.holdings[attempt]
             ]
@@ -118,10 +121,24 @@ async def _plan(named: Named) -> list[Doomed]:
         if place.kind != "step" or attempt is None:
             raise
         size = sum(file.stat().st_size for file in place.folder.iterdir() if file.is_file())
-        return [Doomed(attempt.step, place.folder.name, "disk", place.folder, size, False, False)]
+        return [Doomed(attempt.step, place.folder.name, "disk", place.folder, size, "", False)]
 
 
-def _doomed(run: Opened, attempt: Attempt, tier: Tier, size: int, *, newest: bool) -> Doomed:
+async def _newest(catalog: Catalog) -> dict[Attempt, str]:
+    """The newest checkpoint, and, where that one is partial or cannot be read, the newest that is whole."""
+    line = catalog.newest_first()
+    found = dict.fromkeys(line[:1], "newest")
+    for attempt in line:
+        try:
+            if (await describe(catalog, attempt)).complete_on:
+                found.setdefault(attempt, "newest whole")
+                break
+        except StepwellError:  # it is no checkpoint to go on from
+            continue
+    return found
+
+
+def _doomed(run: Opened, attempt: Attempt, tier: Tier, size: int, newest: str) -> Doomed:
     root = Path(tier.info.detail.get("path", "?"))
     return Doomed(attempt.step, attempt.folder, tier.info.name, root / run.run / attempt.folder, size, newest, True)
 
@@ -129,7 +146,10 @@ def _doomed(run: Opened, attempt: Attempt, tier: Tier, size: int, *, newest: boo
 async def _delete(named: Named, plan: Sequence[Doomed], on_deleted: Callable[[Doomed], None]) -> None:
     async with AsyncExitStack() as stack:
         run, tiers, _ = await stack.enter_async_context(started(named, read_only=False))
-        if any(doomed.newest or not doomed.committed for doomed in plan) and is_run(plan[0].path.parent):
+        for tier in tiers:
+            if any(doomed.tier == tier.info.name for doomed in plan):
+                require_writable(tier)
+        if any(doomed.newest or not doomed.committed for doomed in plan) and has_writers(run, tiers):
             await stack.enter_async_context(taken_over(Catalog(run, tiers), tiers[-1]))
         for doomed in plan:
             tier = next(tier for tier in tiers if tier.info.name == doomed.tier)

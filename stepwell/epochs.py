@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import getpass
+import math
 import os
 import socket
 import uuid
@@ -34,6 +35,10 @@ STILL_S = 60.0
 BEAT_S = 10.0
 #: between two looks at another writer's heartbeat
 LOOK_S = BEAT_S / 4
+#: for so long after a beat was begun the run is certainly its writer's: whoever wants it must first see it stand still
+OURS_S = STILL_S - 5.0
+#: how long work on another tier waits for the authority's word once that time is over: it may be stuck
+DOUBT_S = 0.25
 
 #: tokens of the epochs that stores of this process hold now
 _held_here: set[str] = set()
@@ -115,10 +120,14 @@ class Writership:
         self._me = describe_self(job, clock.wall())
         self._beating: asyncio.Task[None] | None = None
         self._count = 0
+        self._ours_until = math.inf  # monotonic; only who beats can lose the run by standing still
+        self._looking: asyncio.Task[None] | None = None
+        self._looking_since = 0.0
 
     async def acquire(self) -> int:
         """Takes the next epoch. Raises RunBusy if another live writer holds the run."""
         while True:
+            self._ours_until = self.clock.monotonic() + OURS_S
             newest = await self._newest()
             if newest:
                 await self._make_sure(newest)
@@ -130,21 +139,55 @@ class Writership:
     def start_beating(self) -> None:
         self._beating = asyncio.ensure_future(self._beat())
 
-    async def publish_seen(self, attempts: list[str]) -> None:
-        """Fixes what counts of the older epochs. The first epoch has none."""
+    async def publish_seen(self, attempts: list[str], *, alone: bool) -> None:
+        """Fixes what counts of the older epochs. The first epoch has none.
+
+        alone: this writer sees no other tier than the one where it is decided who writes.
+        """
         if self.epoch == 1:
             return
-        await self.tier.commit(self._key(self.epoch, "seen.json"), encode(Seen(attempts=sorted(attempts))))
+        await self.tier.commit(self._key(self.epoch, "seen.json"), encode(Seen(attempts=sorted(attempts), alone=alone)))
 
     async def still_ours(self) -> bool:
         """Whether nobody has taken the run since."""
         return await self.tier.fetch(self._key(self.epoch + 1)) is None
 
+    async def require(self, tier: Tier, step: int) -> None:
+        """Raises RunBusy if another writer has taken the run; asked before anything is committed or removed on `tier`.
+
+        On the tier where that is decided, it is looked up. Elsewhere the last heartbeat is enough while it is young;
+        then the authority is asked, but not waited for when it is stuck: it must not hold up the tiers above it, and
+        what is committed there too late is not on the next writer's list.
+        """
+        if not self.lost and tier is self.tier:
+            self.lost = not await self.still_ours()
+        elif not self.lost and self.clock.monotonic() >= self._ours_until:
+            await self._look_for_a_moment()
+        if self.lost:
+            raise RunBusy(
+                "another writer has taken this run over; nothing of this step is committed or removed any more",
+                todo="Stop one of the two; restore in a new process to go on from what the other one saves",
+                run=self.run, step=step, tier=tier.info.name,
+            )  # fmt: skip
+
+    async def _look_for_a_moment(self) -> None:
+        now = self.clock.monotonic()
+        if self._looking is None or self._looking.done():
+            self._looking, self._looking_since = asyncio.ensure_future(self._look()), now
+        patience_s = self._looking_since + DOUBT_S - now
+        if patience_s > 0:
+            await asyncio.wait([self._looking], timeout=patience_s)
+
+    async def _look(self) -> None:
+        with contextlib.suppress(StepwellError):
+            self.lost = self.lost or not await self.still_ours()
+
     async def close(self) -> None:
         """Gives the run up, so that the next writer need not wait."""
-        if self._beating is not None:
-            self._beating.cancel()
-            self._beating = None
+        for task in (self._beating, self._looking):
+            if task is not None:
+                task.cancel()
+        self._beating = self._looking = None
         if self.epoch:
             _held_here.discard(self._me.token)
             with contextlib.suppress(StepwellError):  # the next writer then finds out by itself
@@ -205,7 +248,9 @@ class Writership:
 
     async def _beat(self) -> None:
         while True:
+            began = self.clock.monotonic()
             with contextlib.suppress(StepwellError):  # a stuck tier: others will see no heartbeat, rightly
                 await self._write_beat("running")
                 self.lost = self.lost or not await self.still_ours()
+                self._ours_until = began + OURS_S
             await self.clock.sleep(BEAT_S)

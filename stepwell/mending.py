@@ -11,7 +11,8 @@ from stepwell.chain import Chain, reserve
 from stepwell.errors import CorruptData, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import RankRecord, Repair, ShardRecord, encode
-from stepwell.mover import Healing, Reading
+from stepwell.ownership import Ownership
+from stepwell.reading import Healing, Reading
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
@@ -23,9 +24,9 @@ Bad = Mapping[tuple[str, ShardKey], str]  # (tier, shard) -> what was wrong
 class Mender:
     """Only the run's writer may repair, so what is noted before it has taken the run over waits for that."""
 
-    def __init__(self, chain: Chain, busy: set[tuple[str, str]]) -> None:
+    def __init__(self, chain: Chain, owner: Ownership, busy: set[tuple[str, str]]) -> None:
         """busy: (checkpoint, tier) of copies that nobody else may touch meanwhile."""
-        self._chain, self._busy = chain, busy
+        self._chain, self._owner, self._busy = chain, owner, busy
         self._todo: list[tuple[Bad, RankRecord]] = []
 
     def note(self, bad: Bad, record: RankRecord) -> None:
@@ -97,6 +98,7 @@ class Mender:
         if commits is None or told is None or native.crc32c(told) not in words.digests:
             raise CorruptData("its records are bad, too", path=str(own), tier=target.info.name)
         files = next(h.files for h in chain.catalog.holdings[attempt] if h.tier is target)
+        await self._owner.writership.require(target, attempt.step)
         chain.catalog.remove(attempt, target)
         await target.drop([manifest])
         await target.drop([own, key])

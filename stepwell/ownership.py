@@ -49,6 +49,7 @@ class Ownership:
         ready = self._ready
         if ready is None or (ready.done() and (ready.cancelled() or ready.exception() is not None)):
             self._ready = ready = asyncio.ensure_future(self._try_to_take_over(job))
+            ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody waits any more
         await asyncio.shield(ready)
         return self.writership.epoch
 
@@ -76,7 +77,9 @@ class Ownership:
                 )
                 await catalog.refresh()
             catalog.require_all_tiers("the run cannot be taken over")  # what is not on the list counts no more
-            await self.writership.publish_seen([attempt.folder for attempt in catalog.holdings])
+            await self.writership.publish_seen(
+                [attempt.folder for attempt in catalog.holdings], alone=len(chain.storage) == 1
+            )
             job.store.put(f"{group}/epoch", str(self.writership.epoch).encode())
         else:
             self.writership.epoch = int(await wait_for(job.store, f"{group}/epoch", timeout_s, "the leader's epoch"))

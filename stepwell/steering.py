@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from stepwell.policies.base import (
     View,
 )
 from stepwell.promises import refusal
-from stepwell.tiers.base import CheckpointKey
+from stepwell.tiers.base import CheckpointKey, Tier
 from stepwell.timeline import abandoned
 
 log = logging.getLogger("stepwell")
@@ -38,6 +38,7 @@ class Steering:
         self._chain, self._policies, self.flushers, self._keep = chain, policies, flushers, keep
         self.busy: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that are being deleted or repaired
         self.may_drop: Callable[[str], bool] = lambda tier: True  # whether this rank deletes on that tier
+        self.before_drop: Callable[[Tier, Attempt], Awaitable[None]] | None = None  # raises if it must not be done
         if chain.host is not None:
             chain.host.on_uncommitted = self._evicted
 
@@ -86,6 +87,8 @@ class Steering:
     async def _drop(self, move: Drop, attempt: Attempt) -> None:
         chain, tier = self._chain, self._chain.named(move.tier)
         try:
+            if self.before_drop is not None:
+                await self.before_drop(tier, attempt)
             log.info("deleting step %d from %s: %s", attempt.step, move.tier, move.reason)
             with chain.catalog.deleting(attempt, tier):
                 await tier.drop([CheckpointKey(chain.run, move.checkpoint)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Coroutine, Sequence
@@ -11,16 +12,16 @@ from typing import Any
 
 from stepwell.backoff import Backoff
 from stepwell.chain import Chain, reserve
-from stepwell.errors import CheckpointGone, NotPlanned, StepwellError, StoreClosed, TierError, TierFull
+from stepwell.errors import CheckpointGone, NotPlanned, RunBusy, StepwellError, StoreClosed, TierError, TierFull
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mending import Bad, Mender
-from stepwell.mover import Healing, Reading
 from stepwell.ownership import Ownership
 from stepwell.policies.base import Committed, Opened, Policy
 from stepwell.reader import read_record
+from stepwell.reading import Healing, Reading
 from stepwell.savework import Saver
 from stepwell.saving import Save
 from stepwell.steering import Steering
@@ -53,9 +54,9 @@ class RunWriter:
             for tier in chain.storage
         }
         self.steering = Steering(chain, policies, self.flushers, self._keep)
-        self.steering.may_drop = self._may_drop
+        self.steering.may_drop, self.steering.before_drop = self._may_drop, self._before_drop
         self._below = [tier.info.name for tier in chain.storage[1:]]
-        self._mender = Mender(chain, self.steering.busy)
+        self._mender = Mender(chain, self.owner, self.steering.busy)
 
     # -- saves ---------------------------------------------------------------------------
 
@@ -187,6 +188,9 @@ class RunWriter:
         """Of all ranks that see the tier, the lowest deletes there."""
         return self.owner.committer.covered(self._chain.named(tier))[0] == self.owner.job.rank
 
+    async def _before_drop(self, tier: Tier, attempt: Attempt) -> None:
+        await self.owner.writership.require(tier, attempt.step)
+
     # -- flushes -------------------------------------------------------------------------
 
     async def flush(self, attempt: Attempt, tier: Tier, job: Job, parts: Sequence[str] | None = None) -> None:
@@ -218,6 +222,7 @@ class RunWriter:
         chain, attempt = self._chain, goal.attempt
         while (attempt.folder, tier.info.name) in self.steering.busy:  # what is left of an earlier try is being removed
             await chain.clock.sleep(BUSY_LOOK_S)
+        await self.owner.writership.require(tier, attempt.step)  # else the next writer's files would be in our hands
         healing = Healing()
         record, data = await read_record(chain.catalog, attempt, self.owner.job.rank, healing)
         wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)
@@ -232,9 +237,11 @@ class RunWriter:
         shards = [shard for shard in record.shards if shard.file in files]
         sizes = [(ShardKey(key, shard.file), shard.size) for shard in shards]
         own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(self.owner.job.rank)}")
-        whole = await self._is_whole(tier, own, data, [key for key, _ in sizes])
+        whole = await self._is_whole(tier, own, data, [key for key, _ in sizes], attempt.step)
         reserved = [] if whole else await reserve(tier, sizes, resume=True)
         sources = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
+        if chain.first not in sources and tier is not chain.first:
+            sources.append(chain.first)  # it has the checkpoint before host memory may lose it
         try:
             for shard, reservation in zip([] if whole else shards, reserved, strict=True):
                 reading = Reading(
@@ -246,12 +253,13 @@ class RunWriter:
             await self.owner.write_run_record(tier)
             rest = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in files]
             if rest:  # left by an earlier try of all: beside the record a later writer would take them for whole
+                await self.owner.writership.require(tier, attempt.step)
                 await tier.drop(rest)
             goal.copied.set()
             absent = sorted(set(record.parts) - wanted)
             manifest = await self.owner.committer.publish(tier, attempt, data, reserved, absent=absent)
         except BaseException as error:
-            self._keep(self._let_go(tier, reserved, keep_bytes=_may_go_on(error)))
+            self._keep(self._let_go(tier, attempt, reserved, keep_bytes=_may_go_on(error)))
             raise
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
         self._keep(self.steering.on(Committed(attempt.folder, tier.info.name)))
@@ -265,10 +273,11 @@ class RunWriter:
                 "only some parts of the checkpoint are there, and no other tier has all of them for this rank alone",
                 todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
             )  # fmt: skip
+        await self.owner.writership.require(tier, attempt.step)
         catalog.remove(attempt, tier)
         await tier.drop([CheckpointKey(self._chain.run, attempt.folder)])
 
-    async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey]) -> bool:
+    async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey], step: int) -> bool:
         """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
         because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
         if await tier.fetch(own) != data:
@@ -276,6 +285,7 @@ class RunWriter:
         try:
             await (await tier.lease(shards)).close()
         except CheckpointGone:  # a deletion that did not get to its end left the record
+            await self.owner.writership.require(tier, step)
             await tier.drop([own])
             return False
         return True
@@ -288,9 +298,12 @@ class RunWriter:
                     await tier.commit(place, data)
                     break
 
-    async def _let_go(self, tier: Tier, reserved: Sequence[Reservation], keep_bytes: bool) -> None:
+    async def _let_go(self, tier: Tier, attempt: Attempt, reserved: Sequence[Reservation], keep_bytes: bool) -> None:
         await self._chain.mover.settled([reservation.shard for reservation in reserved])
-        if not keep_bytes:
+        if keep_bytes:
+            return
+        with contextlib.suppress(RunBusy):  # they are in the next writer's hands, which may have committed them
+            await self.owner.writership.require(tier, attempt.step)
             for reservation in reserved:
                 await tier.abort(reservation)
 

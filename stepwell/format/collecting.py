@@ -17,8 +17,8 @@ def paused() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.disable()
     try:
+        gc.disable()  # inside: Ctrl-C may strike between any two lines
         yield
     finally:
         gc.enable()

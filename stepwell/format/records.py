@@ -154,6 +154,7 @@ class Seen(Sealed, kw_only=True):
     its writer had lost the run."""
 
     attempts: list[str]
+    alone: bool = False  # its writer saw only this tier: of what is on others alone, the list before tells
 
 
 class Repair(Sealed, kw_only=True):

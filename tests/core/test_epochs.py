@@ -170,7 +170,7 @@ def test_closing_lets_the_next_writer_in_at_once() -> None:
         second = Writership("run", tier, JOB, clock)
         assert await second.acquire() == 2
         assert clock.now == 0.0
-        await second.publish_seen(["b", "a"])
+        await second.publish_seen(["b", "a"], alone=False)
         data = await tier.fetch(RecordKey("run", epoch_file(2, "seen.json")))
         assert data is not None and decode(data, Seen).attempts == ["a", "b"]
         await second.close()

@@ -19,13 +19,14 @@ from stepwell.errors import CheckpointNotFound, CorruptData, SaveFailed, Stepwel
 from stepwell.format.names import Attempt
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job, LocalStore
-from stepwell.mover import Mover, Reading
+from stepwell.mover import Mover
 from stepwell.native import PieceMap
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
 from stepwell.policies.flush import FlushAll
 from stepwell.policies.retain import KeepLast
 from stepwell.reader import OpenCheckpoint, open_checkpoint
+from stepwell.reading import Reading
 from stepwell.saving import Order, Save
 from stepwell.settings import Settings
 from stepwell.tiers._paced import Paced
@@ -218,7 +219,7 @@ class Process:
         raise self.catalog.nothing_good(skipped)
 
     async def _read(self, attempt: Attempt) -> dict[str, list[Token]]:
-        opened = await open_checkpoint(self.mover, self.catalog, attempt, 0, 1)
+        opened = await open_checkpoint(self.catalog, attempt, 0, 1)
         try:
             reading = (self._read_shard(opened, at) for at in range(len(opened.held)))
             found: dict[str, list[Token]] = {}
@@ -227,7 +228,7 @@ class Process:
                     raise result
                 found[result[0]] = result[1]
         finally:
-            self.loop.create_task(opened.close(self.mover))
+            self.loop.create_task(opened.close())
         if opened.healing.bad and not self.reads_only:
             self.writer.repair(dict(opened.healing.bad), opened.record)
         return found
@@ -236,7 +237,13 @@ class Process:
         held = opened.held[index]
         target = Tokens([NOTHING] * blocks_of(held.shard.size))
         reading = Reading(
-            held.key, held.tiers, held.shard.crcs(), opened.healing, Priority.RESTORE, cast(PieceMap, target)
+            held.key,
+            held.tiers,
+            held.shard.crcs(),
+            opened.healing,
+            Priority.RESTORE,
+            cast(PieceMap, target),
+            caller=opened.caller,
         )
         await self.mover.get(reading, self.mover.all_of(held.shard.size))
         return held.key.name, target.tokens

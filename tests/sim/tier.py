@@ -226,6 +226,7 @@ class SimTier(Background, Tier):
         async with contextlib.AsyncExitStack() as stack:
             for shard in sorted({each.shard for each in shards}, key=str):
                 await stack.enter_async_context(self._locks.hold(shard))
+            await stack.enter_async_context(self._locks.hold(record))
             trouble = await self._begin(record)
             if record in self.medium.records:
                 return await self._there_already(record)

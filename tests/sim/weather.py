@@ -22,6 +22,8 @@ Trouble = Literal["", "error", "torn", "lost"]
 #: seconds of a small operation and of moving one block, on average
 CALL_S, BLOCK_S = 0.0008, 0.0004
 SLOW_FACTOR = 40.0
+#: what hangs goes on at most so long after the weather has cleared up
+LOOK_S = 10.0
 
 _ERRORS = (errno.EIO, errno.EIO, errno.ENOSPC, errno.ETIMEDOUT)
 
@@ -57,7 +59,8 @@ class Weather:
         seconds = self.rng.expovariate(1.0) * (CALL_S + BLOCK_S * blocks)
         await asyncio.sleep(seconds * SLOW_FACTOR if loop.time() < self.slow_until else seconds)
         while loop.time() < self.stuck_until:
-            await asyncio.sleep(self.stuck_until - loop.time() + self.rng.random() * CALL_S)
+            left_s = min(self.stuck_until - loop.time(), LOOK_S)  # it may clear up earlier
+            await asyncio.sleep(left_s + self.rng.random() * CALL_S)
 
     def clear_up(self) -> None:
         """From now on nothing goes wrong."""

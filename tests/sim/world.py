@@ -138,7 +138,9 @@ class World:
     def _overtaken(self) -> bool:
         loop = asyncio._get_running_loop()
         owner = self.by_loop[loop].writer.owner if isinstance(loop, SimLoop) else None
-        return owner is not None and owner.taken and owner.writership.epoch < self.invariants.newest_epoch
+        if owner is None or not owner.taken or owner.writership.lost:  # who knows of it does nothing any more
+            return False
+        return owner.writership.epoch < self.invariants.newest_epoch
 
     def _after_event(self, loop: SimLoop) -> None:
         process = self.by_loop[loop]

@@ -106,6 +106,36 @@ def test_the_seen_list_names_what_was_committed(tmp_path: Path) -> None:
     assert seen.attempts == ["step-000000001.1-1", "step-000000002.1-2"]
 
 
+def test_a_writer_that_sees_one_tier_alone_hides_nothing_on_the_others(tmp_path: Path) -> None:
+    """Whoever opens, copies into or deletes from the last tier's folder takes the run over without the others."""
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "pfs").mkdir()
+
+    def chain() -> list[FileTier]:
+        return [FileTier(tmp_path / name, name=name) for name in ("nvme", "pfs")]
+
+    with stepwell.open(run="run", tiers=chain(), policies=[]) as store:
+        store.save(1, state(1)).wait()
+        store.flush(1, "pfs")
+        store.save(2, state(2)).wait()
+    for _ in range(2):
+        saved(tmp_path / "pfs" / "run", 7)
+        with stepwell.open(run="run", tiers=chain(), mode="r") as store:
+            assert {c.step: sorted(c.tiers) for c in store.checkpoints()} == {
+                1: ["nvme", "pfs"],
+                2: ["nvme"],
+                7: ["pfs"],
+            }
+            assert store.debris() == []
+        shutil.rmtree(folder_of(tmp_path / "pfs" / "run", 7))
+    with stepwell.open(run="run", tiers=chain(), policies=[]) as store:  # whoever sees all of it tells for all of it
+        store.save(3, state(3)).wait()
+    (late,) = (tmp_path / "nvme" / "run").glob("step-000000002.*")
+    late.rename(late.with_name("step-000000002.1-9"))
+    with stepwell.open(run="run", tiers=chain(), mode="r") as store:
+        assert 2 not in [c.step for c in store.checkpoints()]
+
+
 def test_a_second_store_of_the_same_process_is_busy_until_the_first_closes(tmp_path: Path) -> None:
     first = stepwell.open(tmp_path / "run")
     first.save(1, state()).wait()
@@ -141,7 +171,7 @@ def test_a_killed_writer_is_replaced_without_waiting(tmp_path: Path) -> None:
         "store.save(1, {'w': torch.full((1000,), 1.0)}).wait()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], cwd=ROOT, timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], cwd=ROOT, timeout=100, check=False)
     began = time.monotonic()
     with stepwell.open(tmp_path / "run") as store:
         assert store.restore(state(0)) is not None
