@@ -22,6 +22,7 @@ class Vote(msgspec.Struct):
 
     ok: bool
     why: str = ""
+    partial: bool = False  # all that is wrong is that it does not hold every part
     fatal: bool = False  # no other checkpoint would help this rank: all ranks raise
 
 
@@ -41,8 +42,9 @@ class Agreement:
         if self.job.leader:
             try:
                 mine = list(found())
-            except StepwellError as error:
-                self.job.store.put(key, msgspec.json.encode(Vote(False, str(error), fatal=True)))
+            except BaseException as error:  # Ctrl-C, too: the others would wait for nothing
+                why = str(error) or type(error).__name__
+                self.job.store.put(key, msgspec.json.encode(Vote(False, why, fatal=True)))
                 raise
             self.job.store.put(key, msgspec.json.encode([attempt.folder for attempt in mine]))
             return mine
@@ -67,7 +69,8 @@ class Agreement:
                 raise StepwellError(f"rank {rank} cannot restore: {vote.why}", rank=self.job.rank)
         for rank, vote in enumerate(votes):
             if not vote.ok:
-                return Vote(False, vote.why if rank == self.job.rank else f"rank {rank}: {vote.why}")
+                why = vote.why if rank == self.job.rank else f"rank {rank}: {vote.why}"
+                return Vote(False, why, partial=all(vote.ok or vote.partial for vote in votes))
         return mine
 
     async def _all(self, prefix: str) -> list[Vote]:

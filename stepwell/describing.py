@@ -20,12 +20,15 @@ async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
     manifest = await catalog.manifest(attempt)
     tiers, complete_on = [], []
     for holding in list(catalog.holdings.get(attempt, [])):
-        tiers.append(holding.tier.info.name)
+        name = holding.tier.info.name
         try:
-            if (await catalog.manifest(attempt, holding.tier)).complete:
-                complete_on.append(holding.tier.info.name)
-        except StepwellError as error:  # it has the checkpoint, but not whole; verify says why
+            complete = (await catalog.manifest(attempt, holding.tier)).complete
+        except StepwellError as error:  # without a good manifest it is no commit; verify says what is wrong
             log.warning("%s", error)
+            continue
+        tiers.append(name)
+        if complete:
+            complete_on.append(name)
     found = from_manifest(catalog.run, manifest, tiers, complete_on, abandoned(attempt, catalog.rewinds))
     return replace(found, name=attempt.folder)
 

@@ -1,9 +1,11 @@
-"""Tasks that outlive whoever started them, by the shard whose memory and files they use."""
+"""Tasks that outlive whoever started them, and what tasks share: errors, room, a countdown."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from stepwell.tiers.base import ShardKey
@@ -47,10 +49,11 @@ class Group:
         """Whether no more should be started."""
         return self._stop_on_error and bool(self._errors)
 
-    def start(self, key: ShardKey, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, key: ShardKey, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._tasks.start(key, work)
         self._running.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -69,6 +72,40 @@ class Group:
             await asyncio.wait(self._running)
         if self._errors:
             raise self._errors[0]
+
+
+class Room:
+    """So much that is promised to work that must hold all of its share to come to an end, first come, first served."""
+
+    def __init__(self, size: Callable[[], int]) -> None:
+        """size: asked each time; one who wants more than that alone gets it once nobody else has any."""
+        self._size, self._taken = size, 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def held(self, share: int) -> AsyncIterator[None]:
+        """Waits until there is so much beside what others hold."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((share, turn))
+        self._serve()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._taken -= share
+            else:
+                self._waiting.remove((share, turn))
+            self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and (not self._taken or self._taken + self._waiting[0][0] <= self._size()):
+            share, turn = self._waiting[0]
+            if turn.cancelled():
+                return  # who waited there takes itself out
+            self._waiting.popleft()
+            self._taken += share
+            turn.set_result(None)
 
 
 class Countdown:

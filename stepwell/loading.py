@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from stepwell import refs
 from stepwell.catalog import Catalog
-from stepwell.errors import ConfigError, FormatError, KeyMismatch
+from stepwell.errors import ConfigError, FormatError, KeyMismatch, TierUnavailable
 from stepwell.foreign import chosen_attempt, weight_files
 from stepwell.format.safetensors import Header, TensorEntry, parse_header
 from stepwell.mover import Mover
@@ -29,6 +29,7 @@ from stepwell.tiers.base import CheckpointKey, ShardKey, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.warm import warm_mover
 
+T = TypeVar("T")
 Index = slice | tuple[slice, ...]
 Keys = str | Sequence[str] | Mapping[str, Index]
 
@@ -81,28 +82,38 @@ def _load_from(
     rename: Any,
     allow_pickle: bool,
 ) -> dict[Any, Any]:
-    mover = Mover(runtime.copier, runtime.staging())
+    mover = staging = Mover(runtime.copier, runtime.staging())
     catalog = Catalog(run, [tier])
     attempt = runtime.run(chosen_attempt(catalog, place.select, str(place.folder), place))
-    opened = runtime.run(open_checkpoint(mover, catalog, attempt, 0, 1, None if part is None else [part]))
-    warm, names = warm_mover(place.folder.parent, [held.key for held in opened.held])
-    if warm is not None:
-        mover = warm
-        opened.cached_as.update(names)
+    opened = runtime.run(open_checkpoint(catalog, attempt, 0, 1, None if part is None else [part]))
     try:
+        manifest = runtime.run(catalog.manifest(attempt))
+        warm, names = warm_mover(runtime, place.folder.parent, [held.key for held in opened.held], attempt, manifest)
+        if warm is not None:
+            mover = warm
+            opened.cached_as.update(names)
         skeleton = opened.read()
         if isinstance(keys, Mapping):
-            return runtime.run(
-                _load_slices(mover, opened, _labelled(opened, skeleton, part), keys, torch.device(device), dtype)
-            )
+            known, sliced, place_on = _labelled(opened, skeleton, part), keys, torch.device(device)
+            return _with(runtime, mover, staging, lambda m: _load_slices(m, opened, known, sliced, place_on, dtype))
         placement = build(
             skeleton, part=part, keys=keys, rename=rename, device=device, dtype=dtype, allow_pickle=allow_pickle
         )
-        runtime.run(fill(mover, opened, placement.fills))
+        _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills))
     finally:
-        runtime.run(opened.close(mover))
+        runtime.run(opened.close())
     result: dict[Any, Any] = placement.finish()
     return result
+
+
+def _with(runtime: Runtime, mover: Mover, staging: Mover, work: Callable[[Mover], Coroutine[Any, Any, T]]) -> T:
+    """Reads with the mover of a store that has chunks in memory; without, if that is closed meanwhile."""
+    try:
+        return runtime.run(work(mover))
+    except TierUnavailable:
+        if mover is staging:
+            raise
+        return runtime.run(work(staging))
 
 
 # -- slices ------------------------------------------------------------------------------
@@ -198,22 +209,23 @@ def _load_plain(
 ) -> dict[Any, Any]:
     """Any folder of safetensors files, such as Hugging Face's. They carry no checksums."""
     tier = FileTier(place.folder.parent, name="disk", read_only=True)
-    mover = Mover(runtime.copier, runtime.staging())
+    staging = Mover(runtime.copier, runtime.staging())
     runtime.run(tier.start())
     try:
-        found = runtime.run(_open_plain(mover, tier, place))
-        warm, names = warm_mover(place.folder.parent, [shard.key for shard, _ in found])
-        mover = warm or mover
+        found = runtime.run(_open_plain(staging, tier, place))
+        warm, names = warm_mover(runtime, place.folder.parent, [shard.key for shard, _ in found])
+        mover = warm or staging
         for shard, _ in found:
             shard.cached_as = names.get(shard.key)
         opened = OpenShards(step=None, shards=[shard for shard, _ in found])
         entries = {label: (shard, entry) for shard, header in found for label, entry in header.entries.items()}
         if isinstance(keys, Mapping):
             known: dict[str, _Stored | None] = {label: _stored(*one) for label, one in entries.items()}
-            return runtime.run(_load_slices(mover, opened, known, keys, device, dtype))
+            sliced = keys
+            return _with(runtime, mover, staging, lambda m: _load_slices(m, opened, known, sliced, device, dtype))
         skeleton = foreign({label: entry for label, (_, entry) in entries.items()})
         placement = build(skeleton, part="model", keys=keys, rename=rename, device=device, dtype=dtype)
-        runtime.run(fill(mover, opened, placement.fills))
+        _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills))
     finally:
         runtime.run(tier.close())
     result: dict[Any, Any] = placement.finish()

@@ -10,22 +10,21 @@ up stops feeding and leaves the tasks that run to finish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from stepwell.edges import STAGING, STATE, VERIFY, Edge, Edges, Turn
+from stepwell.edges import STAGING, VERIFY, Edge, Edges, Turn
 from stepwell.errors import CorruptData, StepwellError, TierError, TierFull
-from stepwell.groups import Countdown, Group, Tasks
+from stepwell.groups import Countdown, Group, Room, Tasks
 from stepwell.native import BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
 from stepwell.ranges import Read
+from stepwell.reading import Caller, Crcs, Healing, Reading
 from stepwell.tiers.base import ChunkIO, ShardKey, Tier
 from stepwell.tiers.host import Arena, HostTier, Priority, Slot
-
-Crcs = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 class Then(Protocol):
@@ -45,8 +44,6 @@ class Copier(Protocol):
 
     def start(self, jobs: Sequence[Job]) -> list[asyncio.Future[Done]]: ...
 
-    async def run(self, jobs: Sequence[Job]) -> list[Done]: ...
-
 
 @dataclass(slots=True)
 class ShardJob:
@@ -61,43 +58,6 @@ class ShardJob:
         self.crcs = np.zeros(-(-self.size // BLOCK_BYTES), np.uint32)
 
 
-@dataclass(slots=True)
-class Healing:
-    """What a read found bad, and where it got the bytes instead."""
-
-    bad: dict[tuple[str, ShardKey], str] = field(default_factory=dict)  # (tier, shard) -> what was wrong
-    read_bytes: dict[str, int] = field(default_factory=dict)  # tier -> bytes that came from it
-
-    def took(self, tier: str, size_bytes: int) -> None:
-        self.read_bytes[tier] = self.read_bytes.get(tier, 0) + size_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What to read of one shard: from where, against which checksums, for whom."""
-
-    key: ShardKey
-    tiers: Sequence[Tier]  # nearest first; all that hold it
-    crcs: Crcs | None  # of every block of the shard; None where there are none
-    healing: Healing
-    priority: Priority
-    pieces: PieceMap | None = None  # where the bytes go; None: they are only verified
-    target: str = STATE  # the end of the edge
-    write_limit: float | None = None  # of all writing there, in bytes a second; None: what limits is the reading
-    cached_as: Hashable = None  # how the arena knows the shard; None: by its key
-
-    @property
-    def known_as(self) -> Hashable:
-        return self.key if self.cached_as is None else self.cached_as
-
-    def first(self, host: Tier | None) -> Tier | None:
-        """Where bytes come from that are not in the arena."""
-        return next((tier for tier in self.tiers if tier is not host), None)
-
-    def crcs_of(self, start: int, length: int) -> Crcs | None:
-        return None if self.crcs is None else self.crcs[start // BLOCK_BYTES : -(-(start + length) // BLOCK_BYTES)]
-
-
 class Mover:
     """Moves chunks with one copier engine and the slots of one arena.
 
@@ -108,10 +68,18 @@ class Mover:
         self.copier, self.arena, self.host = copier, arena, host
         self.edges = Edges(arena)
         self._tasks = Tasks()
+        self._scattering: set[asyncio.Future[Done]] = set()
+        self.coming = Room(lambda: arena.kept_max)  # slots promised to prefetches
 
     async def settled(self, keys: Iterable[ShardKey]) -> None:
         """Returns once no chunk of these shards is on its way: then their files may be closed."""
         await self._tasks.settled(keys)
+
+    async def leave(self, caller: Caller) -> None:
+        """The caller gives up: when this returns, nothing more is put into its memory. Waits for no tier."""
+        caller.gone = True
+        if self._scattering:
+            await asyncio.wait(set(self._scattering))
 
     def _edge(self, source: str, target: str, priority: Priority, write_limit: float | None = None) -> Edge:
         background = priority >= Priority.FLUSH
@@ -126,6 +94,7 @@ class Mover:
             self._here if tier is None else tier.info.name,
             reading.target,
             background=reading.priority >= Priority.FLUSH,
+            sparing=tier is not None,
             write_limit=reading.write_limit,
             read_limit=None if tier is None or reading.write_limit is not None else tier.info.read_bytes_per_s,
         )
@@ -212,7 +181,7 @@ class Mover:
 
     def _copied(self, slot: Slot, on_copied: Callable[[], None], copying: asyncio.Future[Done]) -> None:
         """The chunk is whole in host memory, and can be read there, before it is on the tier."""
-        if not copying.cancelled():
+        if not copying.cancelled() and copying.exception() is None:
             self.arena.filled(slot)
         on_copied()
 
@@ -235,8 +204,8 @@ class Mover:
         """Tiers -> slots -> memory, each read from the nearest tier that has good bytes for it.
 
         A chunk that the arena holds is taken from there. then: called with each read and the address of its
-        good bytes, which are valid until it returns. kept: the chunks stay in the arena; reads are then
-        whole chunks. Raises CorruptData if a block is good on no tier, after all running reads have ended.
+        good bytes, which are valid until it returns. kept: the chunks stay in the arena, for a prefetch; reads
+        are then whole chunks. Raises CorruptData if a block is good on no tier, after all running reads have ended.
         """
         group = Group(self._tasks)
         for read in reads:
@@ -247,7 +216,7 @@ class Mover:
             except StepwellError as error:
                 group.fail(error)
                 break
-            group.start(reading.key, operation)
+            reading.caller.note(group.start(reading.key, operation))
         await group.end()
 
     async def _next(self, reading: Reading, read: Read, then: Then | None, kept: bool) -> Coroutine[Any, Any, None]:
@@ -277,7 +246,8 @@ class Mover:
         try:
             with turn:
                 if slot.kept:
-                    self.arena.place(slot, reading.known_as, read.start // self.arena.slot_bytes, read.length)
+                    number = read.start // self.arena.slot_bytes
+                    self.arena.place(slot, reading.known_as, number, read.length, coming=True)
                 todo = [read]
                 for tier in reading.tiers:
                     if tier is self.host:
@@ -334,11 +304,14 @@ class Mover:
         return bad
 
     async def _scatter(self, reading: Reading, read: Read, address: int, crcs: Crcs | None) -> Done:
-        job = Job(
-            Op.SCATTER, address=address, length=read.length, pieces=reading.pieces, pieces_offset=read.start, crcs=crcs
-        )  # fmt: skip
-        [done] = await self.copier.run([job])
-        return done
+        pieces = None if reading.caller.gone else reading.pieces
+        [scattering] = self.copier.start([
+            Job(Op.SCATTER, address=address, length=read.length, pieces=pieces, pieces_offset=read.start, crcs=crcs)
+        ])  # fmt: skip
+        self._scattering.add(scattering)
+        scattering.add_done_callback(self._scattering.discard)
+        await asyncio.wait([scattering])
+        return scattering.result()
 
     # -- between tiers ---------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ def storage_tiers(config: Config, *, read_only: bool) -> list[Tier]:
     from stepwell.building import build
 
     run = config.run or "any"  # the drivers are the same for every run
-    tiers = build(config, run=run, mode="r" if read_only else "w").tiers
+    tiers = build(config, run=run, mode="r" if read_only else "w", storage_only=True).tiers
     return [tier for tier in tiers if tier.info.scope != "process"]
 
 

@@ -11,17 +11,18 @@ import asyncio
 import time
 from collections.abc import Generator, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
 from stepwell.chain import Chain
 from stepwell.errors import ConfigError, StoreClosed, TierFull, WaitTimeout
 from stepwell.hostmem import host_budget_bytes, local_ranks
-from stepwell.mover import Crcs, Healing, Mover, Reading
+from stepwell.mover import Mover
 from stepwell.ranges import Read
+from stepwell.reading import Caller, Crcs, Healing, Reading
 from stepwell.tiers.base import ShardKey, Tier
-from stepwell.tiers.host import HostTier, Priority
+from stepwell.tiers.host import Arena, HostTier, Priority
+from stepwell.waiting import done_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,10 @@ class Prefetch:
     def wait(self, timeout: float | None = None) -> Prefetch:
         """Blocks until everything is there. Raises what went wrong; WaitTimeout after `timeout` seconds, while it
         goes on; StoreClosed if it was cancelled."""
+        if not done_within(self._future, timeout):
+            raise WaitTimeout(f"the prefetch took longer than {timeout} s", todo="It goes on; wait again")
         try:
-            self._future.result(timeout)
-        except FutureTimeout:
-            if self._future.done():
-                raise
-            raise WaitTimeout(f"the prefetch took longer than {timeout} s", todo="It goes on; wait again") from None
+            self._future.result()
         except CancelledError:
             raise StoreClosed("the prefetch was cancelled") from None
         return self
@@ -65,8 +64,18 @@ class Prefetch:
         self._future.cancel()
 
     def __await__(self) -> Generator[Any, None, Prefetch]:
-        yield from asyncio.wrap_future(self._future).__await__()
+        """As `wait`. Whoever stops awaiting it leaves it going on: only `cancel` ends it."""
+        yield from self._arrives().__await__()
         return self
+
+    async def _arrives(self) -> None:
+        ending = asyncio.wrap_future(self._future)
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            if not self._future.cancelled():  # it is the caller that was cancelled
+                raise
+            raise StoreClosed("the prefetch was cancelled") from None
 
     @property
     def progress(self) -> PrefetchProgress:
@@ -113,7 +122,11 @@ class Wanted:
 
 
 async def into_host(chain: Chain, shards: Sequence[Wanted], handle: Prefetch) -> None:
-    """Brings shards into the arena, in order. Raises TierFull if they do not fit, CorruptData."""
+    """Brings shards into the arena, in order. Raises TierFull if they do not fit, CorruptData.
+
+    What comes is not pushed out by what comes next, but by whatever is more urgent. So prefetches that do not fit
+    together go one after the other: each would wait for ever for the room of the other.
+    """
     host = chain.host
     if host is None:
         raise ConfigError("there is no host tier", todo=f"The tiers are {', '.join(t.info.name for t in chain.tiers)}")
@@ -128,18 +141,25 @@ async def into_host(chain: Chain, shards: Sequence[Wanted], handle: Prefetch) ->
             tier=host.info.name,
         )
     handle.expect(total)
-    arena.expect(total)
+    caller = Caller()
+    slots = sum(-(-shard.size // arena.slot_bytes) for shard in shards)
     try:
-        for shard in shards:
-            await _one(mover, host, shard, handle)
-    finally:
-        # only now may they be evicted: what comes must not push out what has just come
-        await mover.settled([shard.key for shard in shards])
-        for shard in shards:
-            arena.clean(shard.name)
+        async with mover.coming.held(slots):
+            arena.expect(total)
+            for shard in shards:
+                await _one(mover, host, shard, handle, caller)
+    finally:  # at once, a tier may hang; and again, for what was still on its way
+        _arrived(arena, shards)
+        await caller.settled()
+        _arrived(arena, shards)
 
 
-async def _one(mover: Mover, host: HostTier, shard: Wanted, handle: Prefetch) -> None:
+def _arrived(arena: Arena, shards: Sequence[Wanted]) -> None:
+    for shard in shards:
+        arena.arrived(shard.name)
+
+
+async def _one(mover: Mover, host: HostTier, shard: Wanted, handle: Prefetch, caller: Caller) -> None:
     have = host.arena.chunks(shard.name)
     reads = [read for read in mover.all_of(shard.size) if read.start // host.arena.slot_bytes not in have]
     handle.moved(shard.size - sum(read.length for read in reads))
@@ -149,6 +169,6 @@ async def _one(mover: Mover, host: HostTier, shard: Wanted, handle: Prefetch) ->
 
     reading = Reading(
         shard.key, shard.tiers, shard.crcs, Healing(), Priority.PREFETCH, target=host.info.name,
-        cached_as=shard.cached_as,
+        cached_as=shard.cached_as, caller=caller,
     )  # fmt: skip
     await mover.get(reading, reads, moved, kept=True)

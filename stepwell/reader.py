@@ -13,10 +13,11 @@ from stepwell import native
 from stepwell.catalog import Catalog, Holding
 from stepwell.errors import CheckpointGone, CorruptData, StepwellError, WorldChanged
 from stepwell.format.collecting import paused
-from stepwell.format.names import Attempt, rank_file
+from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
-from stepwell.mover import Healing, Mover, Reading
+from stepwell.mover import Mover
 from stepwell.ranges import Array, piece_map, plan_reads
+from stepwell.reading import Caller, Healing, Reading
 from stepwell.shards import Layout, OpenShard, recorded_layout
 from stepwell.state import Fill
 from stepwell.state.skeleton import Skeleton, read_skeleton
@@ -34,6 +35,7 @@ class OpenShards:
     step: int | None
     shards: list[OpenShard]
     healing: Healing = field(default_factory=Healing)
+    caller: Caller = field(default_factory=Caller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +75,40 @@ class OpenCheckpoint(OpenShards):
             ]
         return skeleton
 
-    async def close(self, mover: Mover) -> None:
+    async def close(self) -> None:
         """Gives the leases back, once reads that were left behind (a timeout) have ended."""
         try:
-            await mover.settled([held.key for held in self.held])
+            await self.caller.settled()
         finally:
-            self.catalog.reading[self.attempt] -= 1
             leases, self.leases = self.leases, []
-            await asyncio.gather(*(lease.close() for lease in leases))
+            await _give_back(self.catalog, self.attempt, leases)
 
 
 async def open_checkpoint(
-    mover: Mover, catalog: Catalog, attempt: Attempt, rank: int, world: int, parts: Collection[str] | None = None
+    catalog: Catalog, attempt: Attempt, rank: int, world: int, parts: Collection[str] | None = None
 ) -> OpenCheckpoint:
     """Reads and checks the rank's record, and opens the shards that `parts` (default all) lie in.
 
-    Raises StepwellError if no tier has them good: CorruptData names file, key and step.
+    Raises StepwellError if no tier has them good: CorruptData names file, key and step; CheckpointGone if it was
+    deleted meanwhile.
     """
+    leases: list[Lease] = []
+    catalog.reading[attempt] += 1  # from before the first look, so that retention leaves what is found
+    try:
+        return await _open(catalog, attempt, rank, world, parts, leases)
+    except BaseException:
+        await _give_back(catalog, attempt, leases)
+        raise
+
+
+async def _give_back(catalog: Catalog, attempt: Attempt, leases: Sequence[Lease]) -> None:
+    catalog.reading[attempt] -= 1
+    await asyncio.gather(*(lease.close() for lease in leases))
+
+
+async def _open(
+    catalog: Catalog, attempt: Attempt, rank: int, world: int, parts: Collection[str] | None, leases: list[Lease]
+) -> OpenCheckpoint:
     manifest = await catalog.manifest(attempt)
     if manifest.world != world:
         raise WorldChanged(
@@ -98,25 +117,20 @@ async def open_checkpoint(
             run=catalog.run,
             step=attempt.step,
         )
-    holdings = catalog.holdings[attempt]
     healing = Healing()
     record, _ = await read_record(catalog, attempt, rank, healing)
+    holdings = list(catalog.holdings.get(attempt, []))
     opened = OpenCheckpoint(
-        step=attempt.step, attempt=attempt, record=record, shards=[], healing=healing, catalog=catalog
+        step=attempt.step, attempt=attempt, record=record, shards=[], healing=healing, catalog=catalog, leases=leases
     )
-    catalog.reading[attempt] += 1
-    try:
-        wanted = {file for part, files in record.parts.items() if parts is None or part in parts for file in files}
-        opening = [
-            _open_shard(catalog, attempt, shard, holdings, opened) for shard in record.shards if shard.file in wanted
-        ]
-        for answer in await asyncio.gather(*opening, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            opened.held.append(answer)
-    except BaseException:
-        await opened.close(mover)
-        raise
+    wanted = {file for part, files in record.parts.items() if parts is None or part in parts for file in files}
+    opening = [
+        _open_shard(catalog, attempt, shard, holdings, opened) for shard in record.shards if shard.file in wanted
+    ]
+    for answer in await asyncio.gather(*opening, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
+        opened.held.append(answer)
     return opened
 
 
@@ -124,7 +138,9 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
     """The rank's record and its bytes, from the nearest tier where it is the one that was committed."""
     name = f"{attempt.folder}/{rank_file(rank)}"
     wrong: list[str] = []
-    for holding in list(catalog.holdings.get(attempt, [])):
+    holdings = list(catalog.holdings.get(attempt, []))
+    gone = not holdings
+    for holding in holdings:
         tier = holding.tier.info.name
         try:
             manifest = await catalog.manifest(attempt, holding.tier)
@@ -132,6 +148,9 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
                 continue
             data = await holding.tier.fetch(RecordKey(catalog.run, name))
             if data is None:
+                if await holding.tier.fetch(RecordKey(catalog.run, f"{attempt.folder}/{MANIFEST}")) is None:
+                    gone = True
+                    continue
                 raise CorruptData("the file is missing", path=name, tier=tier)
             record = decode(data, RankRecord, path=name, step=attempt.step, tier=tier)
             if native.crc32c(data) != manifest.digests[manifest.covers.index(rank)]:
@@ -141,8 +160,16 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
             return record, data
         except StepwellError as error:
             wrong.append(f"{tier}: {error}")
+    if gone and not wrong:
+        raise _gone(catalog, attempt)
     raise CorruptData(
         f"no tier has a good record of rank {rank}: {'; '.join(wrong)}", path=name, run=catalog.run, step=attempt.step
+    )
+
+
+def _gone(catalog: Catalog, attempt: Attempt) -> CheckpointGone:
+    return CheckpointGone(
+        "the checkpoint was deleted meanwhile", todo="Take another one", run=catalog.run, step=attempt.step
     )
 
 
@@ -160,19 +187,25 @@ async def _open_shard(
             whole.append(holding)
     leased: list[Tier] = []
     late: list[Tier] = []
+    refused: list[tuple[Tier, StepwellError]] = []
     for holding, lease in zip(whole, await _leases([holding.tier for holding in whole], key), strict=True):
-        name = holding.tier.info.name
         if isinstance(lease, Lease):
             opened.leases.append(lease)
             leased.append(holding.tier)
         elif lease is None:
             late.append(holding.tier)
         else:
-            manifest = await catalog.manifest(attempt, holding.tier)
-            if not (isinstance(lease, CheckpointGone) or set(manifest.absent) & _parts_of(opened.record, shard.file)):
-                opened.healing.bad[name, key] = f"the file is missing: {lease}"
+            refused.append((holding.tier, lease))
+    for tier, error in refused:
+        if isinstance(error, CheckpointGone):
+            continue
+        absent = (await catalog.manifest(attempt, tier)).absent
+        if not set(absent) & _parts_of(opened.record, shard.file):
+            opened.healing.bad[tier.info.name, key] = f"the file is missing: {error}"
     tiers = leased + late
     if not tiers:
+        if len(refused) == len(holdings) and all(isinstance(error, CheckpointGone) for _, error in refused):
+            raise _gone(catalog, attempt)
         wrong = "; ".join(f"{name}: {what}" for (name, k), what in opened.healing.bad.items() if k == key)
         raise CorruptData(
             f"no tier has {shard.file} whole: {wrong or 'it is on none'}",
@@ -187,12 +220,17 @@ async def _leases(tiers: Sequence[Tier], key: ShardKey) -> list[Lease | Stepwell
     """A lease or an error for each tier. Once one has answered, the others get only a moment: None for the late."""
     asking = [asyncio.ensure_future(tier.lease([key])) for tier in tiers]
     waiting: set[asyncio.Future[Lease]] = set(asking)
-    while waiting and not any(ask.done() and ask.exception() is None for ask in asking):
-        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    if waiting:
-        _, waiting = await asyncio.wait(waiting, timeout=LATE_S)
-    for ask in waiting:
-        ask.add_done_callback(_give_back)
+    try:
+        while waiting and not any(ask.done() and ask.exception() is None for ask in asking):
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=LATE_S)
+    except asyncio.CancelledError:
+        for each in asking:
+            each.add_done_callback(_close_late)
+        raise
+    for late in waiting:
+        late.add_done_callback(_close_late)
     answers: list[Lease | StepwellError | None] = []
     for ask in asking:
         error = ask.exception() if ask.done() else None
@@ -202,7 +240,7 @@ async def _leases(tiers: Sequence[Tier], key: ShardKey) -> list[Lease | Stepwell
     return answers
 
 
-def _give_back(late: asyncio.Future[Lease]) -> None:
+def _close_late(late: asyncio.Future[Lease]) -> None:
     if not late.cancelled() and late.exception() is None:
         asyncio.ensure_future(late.result().close())
 
@@ -277,6 +315,7 @@ async def fill_runs(
     try:
         reading = Reading(
             shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, cached_as=shard.cached_as,
+            caller=opened.caller,
         )  # fmt: skip
         await mover.get(reading, reads)
     except CorruptData as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +40,7 @@ class Run(Protocol):
     def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
-Start = Callable[[Coroutine[Any, Any, None]], object]
+Start = Callable[[Coroutine[Any, Any, None]], Future[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +68,53 @@ def restore(
 ) -> Restored | None:
     """Restores the newest checkpoint that is good on every rank, or the one of `wish.step`, into `wish.state`.
 
-    None if every tier answered and none holds a commit. Called in the user's thread, because it calls the
-    state's own code (state_dict, load_state_dict); `run` runs coroutines on the event loop, `start` only
-    starts them.
+    The newest that holds every part; if none does, the newest of those that hold some. None if every tier answered
+    and none holds a commit. However it ends, nothing is put into the state any more once it has.
+
+    Called in the user's thread, because it calls the state's own code (state_dict, load_state_dict); `run` runs
+    coroutines on the event loop, `start` only starts them.
     """
     run(catalog.refresh())
     candidates = agreement.candidates(lambda: _candidates(catalog, wish.step))
     if not candidates:
         return None
     skipped: dict[int, str] = {}
+    partial: list[Attempt] = []
+    todo = deque((attempt, wish.step is None) for attempt in candidates)
     touched = False
-    for attempt in candidates:
-        last = attempt == candidates[-1]
-        tried = _try(mover, catalog, wish, agreement.job, attempt, last, run, start)
+    while todo:
+        attempt, whole = todo.popleft()
+        tried = _try(mover, catalog, wish, agreement.job, attempt, whole, run, start)
         touched = touched or tried.touched
         error = tried.error
         fatal = error is not None and not isinstance(error, _TRY_OLDER)
-        vote = agreement.vote(Vote(error is None, str(error or ""), fatal))
-        if error is not None and (fatal or (last and wish.step is not None)):
-            if touched:
-                error.add_note(_MIXED)
+        vote = agreement.vote(Vote(error is None, str(error or ""), isinstance(error, _Partial), fatal))
+        if error is not None and (fatal or (not todo and wish.step is not None)):
+            _add_notes(error, touched, skipped)
             raise error
         if vote.ok:
-            return _finished(catalog, attempt, tried, skipped, run)
-        log.error("step %d cannot be restored: %s", attempt.step, vote.why)
+            return _finished(tried, skipped if wish.step is not None else _newer(skipped, attempt))
+        log.log(logging.INFO if vote.partial else logging.ERROR, "step %d is passed over: %s", attempt.step, vote.why)
         skipped[attempt.step] = vote.why
+        if vote.partial:
+            partial.append(attempt)
+        if not todo:
+            todo.extend((attempt, False) for attempt in partial)
+            partial.clear()
     nothing = catalog.nothing_good(skipped)
-    if touched:
-        nothing.add_note(_MIXED)
+    _add_notes(nothing, touched, {})
     raise nothing
+
+
+def _newer(steps: Mapping[int, str], attempt: Attempt) -> dict[int, str]:
+    return {step: why for step, why in steps.items() if step > attempt.step}
+
+
+def _add_notes(error: StepwellError, touched: bool, skipped: Mapping[int, str]) -> None:
+    for step, why in list(skipped.items())[:5]:
+        error.add_note(f"Step {step} was passed over: {why}")
+    if touched:
+        error.add_note(_MIXED)
 
 
 def _candidates(catalog: Catalog, step: int | None) -> list[Attempt]:
@@ -103,7 +123,14 @@ def _candidates(catalog: Catalog, step: int | None) -> list[Attempt]:
         catalog.require_all_tiers("no checkpoint was found")
         if catalog.debris:
             log.warning("%d unfinished saves were found, and no committed checkpoint", len(catalog.debris))
+    elif step is None:
+        for tier, why in catalog.absent.items():
+            log.warning("newer checkpoints than step %d may be on tier %s: %s", found[0].step, tier, why)
     return found
+
+
+class _Partial(CheckpointNotFound):
+    """The checkpoint does not hold every part that was asked for."""
 
 
 @dataclass(slots=True)
@@ -112,6 +139,7 @@ class _Tried:
 
     placement: Placement | None = None
     opened: OpenCheckpoint | None = None
+    found: Checkpoint | None = None  # all has been read
     error: StepwellError | None = None
 
     @property
@@ -120,34 +148,52 @@ class _Tried:
 
 
 def _try(
-    mover: Mover, catalog: Catalog, wish: Wish, job: Job, attempt: Attempt, last: bool, run: Run, start: Start
+    mover: Mover, catalog: Catalog, wish: Wish, job: Job, attempt: Attempt, whole: bool, run: Run, start: Start
 ) -> _Tried:
-    """Reads everything into the state's tensors; only plain values and objects are left for `finish`."""
+    """Reads everything into the state's tensors; only plain values and objects are left for `finish`.
+
+    whole: only if it holds every part. After an error, or Ctrl-C, nothing that is still being read gets there.
+    """
     tried = _Tried()
     parts = part_names(wish.state)
+
+    async def opening() -> None:
+        tried.opened = await open_checkpoint(catalog, attempt, job.rank, job.world, parts)
+
+    async def leaving() -> None:
+        if tried.opened is not None and tried.found is None:
+            await mover.leave(tried.opened.caller)
+
+    async def closing() -> None:
+        if tried.opened is not None:
+            await tried.opened.close()
+
     try:
-        absent = run(_absent_parts(catalog, attempt, parts))
-        if absent and not last and wish.step is None:
-            raise CheckpointNotFound(f"it has no part {', '.join(map(repr, absent))}", step=attempt.step)
-        tried.opened = run(open_checkpoint(mover, catalog, attempt, job.rank, job.world, parts))
-        try:
-            tried.placement = assign(
-                tried.opened.read(), wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
-            )
-            run(fill(mover, tried.opened, tried.placement.fills))
-        finally:
-            start(tried.opened.close(mover))
+        if whole and (absent := run(_absent_parts(catalog, attempt, parts))):
+            raise _Partial(f"it has no part {', '.join(map(repr, absent))}", step=attempt.step)
+        run(opening())
+        assert tried.opened is not None
+        tried.placement = assign(
+            tried.opened.read(), wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
+        )
+        run(fill(mover, tried.opened, tried.placement.fills))
+        tried.found = run(describe(catalog, attempt))
     except StepwellError as error:
         tried.error = error
+    finally:
+        left = start(leaving())
+        start(closing())  # by itself: it waits for tiers that may hang
+        left.result()
     return tried
 
 
-def _finished(catalog: Catalog, attempt: Attempt, tried: _Tried, skipped: dict[int, str], run: Run) -> Restored:
-    opened, placement = tried.opened, tried.placement
-    assert opened is not None and placement is not None
+def _finished(tried: _Tried, skipped: dict[int, str]) -> Restored:
+    """Nothing can fail any more but the state's own code."""
+    opened, placement, found = tried.opened, tried.placement, tried.found
+    assert opened is not None and placement is not None and found is not None
     placement.finish()
     checkpoint = replace(
-        run(describe(catalog, attempt)),
+        found,
         skipped=skipped,
         sources=dict(opened.healing.read_bytes),
         healed=tuple(f"{key.name} on {tier}" for tier, key in opened.healing.bad),

@@ -17,8 +17,8 @@ import numpy as np
 from stepwell.errors import FormatError
 from stepwell.format.records import ShardRecord
 from stepwell.format.safetensors import Header
-from stepwell.mover import Crcs
 from stepwell.ranges import Array
+from stepwell.reading import Crcs
 from stepwell.state.skeleton import Leaf
 from stepwell.tiers.base import ShardKey, Tier
 

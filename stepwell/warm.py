@@ -6,11 +6,12 @@ inode, so that one that was changed since is another file.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import AsyncIterator, Hashable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from stepwell import refs
 from stepwell.catalog import Catalog
@@ -19,6 +20,7 @@ from stepwell.ending import open_stores
 from stepwell.errors import ConfigError
 from stepwell.foreign import chosen_attempt, weight_files
 from stepwell.format.names import Attempt
+from stepwell.format.records import Manifest
 from stepwell.jobs import current_job
 from stepwell.mover import Mover
 from stepwell.prefetching import Prefetch, Wanted, into_host
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from stepwell.store import CheckpointStore
 
 #: what a prefetch is asked for: a step of the store's run, `@latest` and the like of it, or any path
-Ref = int | str | os.PathLike[str]
+Ref = SupportsIndex | str | os.PathLike[str]
 
 
 def file_name(path: Path) -> Hashable:
@@ -41,22 +43,50 @@ def file_name(path: Path) -> Hashable:
     return ("file", os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-def warm_mover(root: Path, keys: list[ShardKey]) -> tuple[Mover | None, dict[ShardKey, Hashable]]:
-    """The mover of an open store that has chunks of these shards of a tier at `root`, and how it knows them."""
-    for store in list(open_stores):
-        arena = store.mover.arena if store.mover.host is not None else None
-        if arena is None:
-            continue
-        own = any(tier.info.detail.get("path") == str(root) for tier in store.tiers)
-        names: dict[ShardKey, Hashable] = {}
-        for key in keys:
-            if own and key.checkpoint.run == store.run and arena.chunks(key):
-                names[key] = key
-            elif arena.chunks(name := file_name(root / str(key))):
-                names[key] = name
-        if names:
-            return store.mover, names
-    return None, {}
+def warm_mover(
+    runtime: Runtime,
+    root: Path,
+    keys: Sequence[ShardKey],
+    attempt: Attempt | None = None,
+    manifest: Manifest | None = None,
+) -> tuple[Mover | None, dict[ShardKey, Hashable]]:
+    """The mover of an open store that has chunks of these shards, whose files lie at `root`, and how it knows them.
+
+    attempt, manifest: the checkpoint that they are of, if they are stepwell's. Call it from outside of the loop.
+    """
+    stores = [store for store in list(open_stores) if store.mover.host is not None and not store.ending.closed]
+    if not stores:
+        return None, {}
+    files: dict[ShardKey, Hashable] = {}
+    for key in keys:
+        with suppress(OSError):  # whoever reads it will say what is wrong
+            files[key] = file_name(root / str(key))
+
+    async def look() -> tuple[Mover | None, dict[ShardKey, Hashable]]:
+        for store in stores:
+            arena = store.mover.arena
+            own = attempt is not None and manifest is not None and _knows(store, attempt, manifest)
+            names: dict[ShardKey, Hashable] = {}
+            for key in keys:
+                if own and arena.chunks(ShardKey(CheckpointKey(store.run, key.checkpoint.attempt), key.name)):
+                    names[key] = ShardKey(CheckpointKey(store.run, key.checkpoint.attempt), key.name)
+                elif key in files and arena.chunks(files[key]):
+                    names[key] = files[key]
+            if names:
+                return store.mover, names
+        return None, {}
+
+    return runtime.run(look())
+
+
+def _knows(store: CheckpointStore, attempt: Attempt, manifest: Manifest) -> bool:
+    """Whether a store holds this very checkpoint: the digests cover the checksum of every block. A run that was
+    deleted and begun again may have another one of the same name."""
+    for tier in store.tiers:
+        known = store.catalog.known_manifest(attempt, tier)
+        if known is not None and (known.run_id, known.digests) == (manifest.run_id, manifest.digests):
+            return True
+    return False
 
 
 @asynccontextmanager
@@ -65,20 +95,20 @@ async def shards_of(store: CheckpointStore, ref: Ref, rank: int, world: int) -> 
     async with AsyncExitStack() as stack:
         if _is_own(ref):
             attempt = await own_attempt(store, ref)
-            opened = await open_checkpoint(store.mover, store.catalog, attempt, rank, world)
-            stack.push_async_callback(opened.close, store.mover)
+            opened = await open_checkpoint(store.catalog, attempt, rank, world)
+            stack.push_async_callback(opened.close)
             yield _wanted(opened, None)
             return
-        assert not isinstance(ref, int)
+        assert not isinstance(ref, SupportsIndex)
         place = refs.find(ref)
         tier = FileTier(place.folder.parent, name="disk", read_only=True)
         await tier.start()
         stack.push_async_callback(tier.close)
-        yield await _plain(tier, place) if place.kind == "plain" else await _foreign(store.mover, tier, place, stack)
+        yield await _plain(tier, place) if place.kind == "plain" else await _foreign(tier, place, stack)
 
 
 def _is_own(ref: Ref) -> bool:
-    return isinstance(ref, int) or (isinstance(ref, str) and ref.startswith("@"))
+    return isinstance(ref, SupportsIndex) or (isinstance(ref, str) and ref.startswith("@"))
 
 
 async def own_attempt(store: CheckpointStore, ref: Ref) -> Attempt:
@@ -88,7 +118,7 @@ async def own_attempt(store: CheckpointStore, ref: Ref) -> Attempt:
             f"only checkpoints of run {store.run} can be brought up to a storage tier, not {os.fspath(str(ref))!r}",
             todo="Give a step, '@latest' or the like; `stepwell cp` copies others",
         )
-    select = str(ref) if isinstance(ref, int) else str(ref)[1:]
+    select = str(operator.index(ref)) if isinstance(ref, SupportsIndex) else str(ref)[1:]
     return await chosen_attempt(store.catalog, select, store.run)
 
 
@@ -100,11 +130,11 @@ def _wanted(opened: OpenCheckpoint, root: Path | None) -> list[Wanted]:
     return wanted
 
 
-async def _foreign(mover: Mover, tier: Tier, place: refs.Place, stack: AsyncExitStack) -> list[Wanted]:
+async def _foreign(tier: Tier, place: refs.Place, stack: AsyncExitStack) -> list[Wanted]:
     catalog = Catalog(place.folder.name if place.kind == "run" else "", [tier])
     attempt = await chosen_attempt(catalog, place.select, str(place.folder), place)
-    opened = await open_checkpoint(mover, catalog, attempt, 0, 1)
-    stack.push_async_callback(opened.close, mover)
+    opened = await open_checkpoint(catalog, attempt, 0, 1)
+    stack.push_async_callback(opened.close)
     return _wanted(opened, place.folder.parent)
 
 

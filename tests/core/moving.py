@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.mover import Healing, Mover, Reading, ShardJob
+from stepwell.mover import Mover, ShardJob
 from stepwell.native import AsyncEngine, Engine, PieceMap, Region
 from stepwell.policies.evict import LRU
+from stepwell.reading import Healing, Reading
 from stepwell.tiers._slices import Memory
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Reservation, ShardKey, Tier
 from stepwell.tiers.file import FileTier

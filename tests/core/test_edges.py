@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def edge(bound: int = 100, limit: float | None = None) -> Edge:
-    return Edge("a", "b", lambda: bound, None if limit is None else Pace(limit))
+    return Edge("a", "b", lambda in_flight: bound, None if limit is None else Pace(limit))
 
 
 def test_the_most_urgent_goes_first_and_equals_in_turn() -> None:
@@ -81,15 +81,28 @@ def test_the_rate_is_kept_within_two_percent(size: int) -> None:
 
 
 def test_a_loop_that_is_late_catches_up_but_not_after_a_pause() -> None:
-    pace = Pace(1000.0)
-    pace.take(10, 5.0, waited=False)
-    assert pace.free_at == pytest.approx(5.01)
-    pace.take(10, 5.02, waited=True)  # 10 ms late: as if it had been on time
-    assert pace.free_at == pytest.approx(5.02)
-    pace.take(10, 9.0, waited=True)  # very late: a little only
-    assert pace.free_at == pytest.approx(9.0 - LATE_S + 0.01)
-    pace.take(10, 20.0, waited=False)
-    assert pace.free_at == pytest.approx(20.01)
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        pace = Pace(1000.0)
+        way = Edge("a", "b", lambda in_flight: 1 << 30, pace)
+        began = loop.time()
+        await way.enter(10, Priority.FLUSH)
+        waiting = asyncio.ensure_future(way.enter(10, Priority.FLUSH))
+        await turns()
+        pace.free_at -= 0.01  # the loop is 10 ms late when it comes to that: as if it had been on time
+        await waiting
+        assert pace.free_at == pytest.approx(began + 0.01)
+        await way.enter(10, Priority.FLUSH)
+        waiting = asyncio.ensure_future(way.enter(10, Priority.FLUSH))
+        await turns()
+        pace.free_at -= 5  # very late: a little only
+        await waiting
+        assert pace.free_at == pytest.approx(loop.time() - LATE_S + 0.01)
+        await asyncio.sleep(10)
+        await way.enter(10, Priority.FLUSH)
+        assert pace.free_at == pytest.approx(loop.time() + 0.01)
+
+    on_virtual_time(scenario)
 
 
 def test_all_edges_into_a_tier_keep_its_limit_together() -> None:
@@ -110,6 +123,64 @@ def test_all_edges_into_a_tier_keep_its_limit_together() -> None:
         began = loop.time()
         await move(reading)
         assert loop.time() - began == pytest.approx(19 * 100 / 4000)
+
+    on_virtual_time(scenario)
+
+
+def test_the_most_urgent_on_any_edge_goes_first_when_a_limit_is_shared() -> None:
+    """A restore does not share the rate of a tier with a prefetch: that waits."""
+
+    async def scenario() -> None:
+        edges, order = Edges(Arena(256 * MIB, LRU(), background=False)), []
+        up = edges.between("pfs", "host", background=True, read_limit=100.0)
+        back = edges.between("pfs", "state", background=False, read_limit=100.0)
+        more = edges.between("pfs", "nvme", background=True, read_limit=100.0)
+
+        async def move(way: Edge, priority: Priority, count: int) -> None:
+            for _ in range(count):
+                with await way.enter(100, priority):
+                    order.append(way.target)
+                    await asyncio.sleep(0.001)
+
+        async def later() -> None:
+            await asyncio.sleep(4.5)
+            await asyncio.gather(*(move(back, Priority.RESTORE, 3) for _ in range(3)))
+
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.gather(*(move(way, Priority.PREFETCH, 2) for way in (up, more, up, more)), later())
+        assert order[:5].count("host") == 3 and order[5:14] == ["state"] * 9
+        assert sorted(order[14:]) == ["host", "nvme", "nvme"]
+        assert loop.time() - began == pytest.approx(16.001)  # 17 operations of a second, the first at once
+
+    on_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("in_flight", [1, 1000])
+@pytest.mark.parametrize("urgent", [False, True])
+def test_the_rate_that_is_told_is_the_one_that_the_limit_allows(in_flight: int, urgent: bool) -> None:
+    async def scenario() -> None:
+        way = edge(100 * in_flight, limit=1000.0)
+
+        async def move() -> None:
+            with await way.enter(100, Priority.FLUSH):
+                await asyncio.sleep(0.001)
+
+        await move()
+        assert way.statistics().bytes_per_s == pytest.approx(1000.0)
+        await asyncio.sleep(50)
+        for count in (1, 2, 30):
+            if urgent:
+                await asyncio.gather(*(move() for _ in range(count)))
+            else:
+                for _ in range(count):
+                    await move()
+            assert way.statistics().bytes_per_s == pytest.approx(1000.0, rel=0.02)
+            await asyncio.sleep(50)  # idle time does not count
+        tasks = [asyncio.ensure_future(move()) for _ in range(50)]
+        await asyncio.sleep(2.05)
+        assert way.statistics().bytes_per_s == pytest.approx(1000.0, rel=0.05) and way.statistics().queued > 20
+        await asyncio.wait(tasks)
 
     on_virtual_time(scenario)
 
@@ -207,8 +278,8 @@ def test_bounds_follow_the_arena_as_it_grows() -> None:
     async def scenario() -> None:
         arena = Arena(32 * MIB, LRU(), background=False)
         way = Edges(arena).between("host", "nvme", background=False)
-        assert way._bound_bytes() == arena.kept_max * arena.slot_bytes == 16 * MIB
+        assert way._bound_bytes(0) == arena.kept_max * arena.slot_bytes == 16 * MIB
         arena.grow(1 << 30)
-        assert way._bound_bytes() == EDGE_BYTES
+        assert way._bound_bytes(0) == EDGE_BYTES
 
     asyncio.run(scenario())

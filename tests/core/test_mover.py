@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from stepwell.errors import TierError
-from stepwell.mover import Healing, Reading, ShardJob
+from stepwell.mover import ShardJob
+from stepwell.reading import Healing, Reading
 from stepwell.tiers.base import RecordKey, Reservation, ShardKey
 from stepwell.tiers.host import Priority
 from stepwell.tiers.memory import MemoryTier

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from stepwell.errors import CorruptData, TierError
-from stepwell.mover import Healing, Reading, ShardJob
+from stepwell.mover import ShardJob
 from stepwell.ranges import Read
+from stepwell.reading import Caller, Healing, Reading
 from stepwell.tiers.host import Priority
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.wrap import Event, Fault, Faulty, Traced
@@ -144,6 +145,75 @@ def test_what_a_reader_does_with_the_bytes_may_fail() -> None:
                 with pytest.raises(TierError, match="no further"):
                     await mover.get(reading, mover.all_of(SIZE), then)
                 check_all_back(mover)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("pushing", [0, 8])
+def test_reads_that_pass_push_out_no_more_kept_chunks_than_they_must(
+    pushing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.edges.PUSHING_BYTES", pushing * MIB)
+
+    async def scenario() -> None:
+        near, kept, state = MemoryTier("near"), State(28 * MIB, 1), State(20 * MIB, 2)
+        async with moving(near, slots=32) as mover:
+            [job] = await put(mover, near, [(OTHER, state)], False)
+            await put(mover, near, [(MODEL, kept)], True)
+            mover.arena.clean(MODEL)
+            assert mover.arena.cached_bytes == 28 * MIB  # all that may be kept: four slots are left
+            for _ in range(3):
+                into, _ = await read_back(mover, [near], job)
+                assert np.array_equal(into.data, state.data)
+                assert mover.arena.evicted_bytes == max(0, pushing - 4) * MIB
+            check_all_back(mover)
+
+    run(scenario)
+
+
+def test_who_gives_up_is_left_alone_at_once() -> None:
+    """Reads that a tier answers late put nothing into memory that is somebody else's by then."""
+
+    async def scenario() -> None:
+        near, state = Faulty(MemoryTier("near"), []), State(SIZE)
+        async with moving(near) as mover:
+            [job] = await put(mover, near, [(MODEL, state)], False)
+            near.plan = [Fault("read", 4, "stall", times=1000)]
+            into, caller = target(SIZE), Caller()
+            reading = Reading(MODEL, [near], job.crcs, Healing(), Priority.RESTORE, into.map, caller=caller)
+            getting = asyncio.ensure_future(mover.get(reading, mover.all_of(SIZE)))
+            await turns(20)
+            getting.cancel()
+            await mover.leave(caller)
+            into.data[:] = 7
+            assert mover.arena.in_use > 0
+            near.release()
+            await caller.settled()
+            assert (into.data == 7).all()
+            await asyncio.wait([getting])
+            check_all_back(mover)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_who_reads_does_not_wait_for_what_others_do_with_the_shard(cached: bool) -> None:
+    async def scenario() -> None:
+        near, state = MemoryTier("source"), State(SIZE)
+        stuck = Faulty(MemoryTier("stuck"), [Fault("write", 1, "stall", times=1000)])
+        async with moving(near, stuck) as mover:
+            [job] = await put(mover, near, [(MODEL, state)], cached)
+            await reserve(stuck, MODEL, SIZE)
+            reading = Reading(MODEL, [near], job.crcs, Healing(), Priority.FLUSH, target="stuck")
+            copying = asyncio.ensure_future(mover.copy(reading, stuck, SIZE))
+            await turns(20)
+            caller, into = Caller(), target(SIZE)
+            mine = Reading(MODEL, [near], job.crcs, Healing(), Priority.RESTORE, into.map, caller=caller)
+            await mover.get(mine, mover.all_of(SIZE))
+            await caller.settled()
+            assert np.array_equal(into.data, state.data) and not copying.done()
+            stuck.release()
+            await copying
 
     run(scenario)
 
