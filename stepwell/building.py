@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from stepwell.config import DRIVER_GROUP, Config, Mistakes, check_order
 from stepwell.errors import ConfigError
 from stepwell.format.names import check_run_name
-from stepwell.hostmem import cgroup_limit_bytes, local_ranks
+from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
 from stepwell.policies.flush import FlushAll
@@ -25,6 +26,8 @@ from stepwell.tiers.pfs import PfsTier
 from stepwell.units import format_bytes
 
 Mode = Literal["w", "r"]
+
+log = logging.getLogger("stepwell")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +46,21 @@ class Node:
 
     local_ranks: int
     limit_bytes: int  # of memory, of all local ranks together
+    free_bytes: int | None = None  # of it; None: nobody has looked
 
     @classmethod
     def here(cls) -> Node:
-        return cls(local_ranks(), cgroup_limit_bytes())
+        return cls(local_ranks(), cgroup_limit_bytes(), free_memory_bytes())
 
 
 def build(
     config: Config, *, run: str | None = None, mode: Mode = "w", node: Node | None = None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None, storage_only: bool = False,
 ) -> Built:  # fmt: skip
     """Makes the drivers and policies that a config asks for.
 
     run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and no policies.
-    node: None looks at the machine.
+    node: None looks at the machine. storage_only: leaves out the host tier, for which this machine may be too small.
 
     Raises ConfigError for what only shows here: no run, a host tier larger than the memory or too small, a driver
     that cannot be loaded or does not take what the file gives it.
@@ -66,6 +70,8 @@ def build(
     node = node or Node.here()
     tiers = []
     for i, tier in enumerate(config.tiers):
+        if storage_only and tier.driver == "host":
+            continue
         make = _MAKERS.get(tier.driver, make_other)
         try:
             tiers.append(make(tier, mode == "r", node))
@@ -96,16 +102,25 @@ def _policies(config: Config) -> list[Policy]:
 # -- drivers -----------------------------------------------------------------------------
 
 
-def _make_host(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+def make_host(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    """The host tier; all of a capacity that was set is taken as soon as it is started. Raises ConfigError if the
+    memory cannot be there, warns if it is not free now."""
     asked = _private_bytes(tier, node)
-    host = HostTier(LRU(), asked, tier.name)
+    host = HostTier(LRU(), asked, tier.name, ahead=not read_only)
     least = host.info.capacity_bytes or 0
     if asked is not None and least > asked:
+        each = f" for each of {node.local_ranks} local ranks" if node.local_ranks > 1 else ""
         raise ConfigError(
-            f"{format_bytes(asked)} for each of {node.local_ranks} local ranks are too little to stage through",
+            f"{format_bytes(asked)}{each} are too little to stage through",
             todo=f"Write at least {format_bytes(least * node.local_ranks)}",
             key="capacity",
         )
+    if asked is not None and node.free_bytes is not None and asked * node.local_ranks > node.free_bytes:
+        log.warning(
+            "tier %s will take %s of memory, and only %s are free now: the system may end this process. "
+            "Give it less, or free memory first",
+            tier.name, format_bytes(asked * node.local_ranks), format_bytes(node.free_bytes),
+        )  # fmt: skip
     return host
 
 
@@ -175,5 +190,5 @@ def make_other(tier: TierConfig, read_only: bool, node: Node) -> Tier:
 
 
 _MAKERS: dict[str, Callable[[TierConfig, bool, Node], Tier]] = {
-    "host": _make_host, "memory": _make_memory, "file": _make_file, "pfs": _make_pfs,
+    "host": make_host, "memory": _make_memory, "file": _make_file, "pfs": _make_pfs,
 }  # fmt: skip

@@ -69,9 +69,8 @@ async def reserve(tier: Tier, shards: Sequence[tuple[ShardKey, int]], *, resume:
     for answer in answers:
         if isinstance(answer, Reservation):
             continue
-        for reservation in granted:
-            with contextlib.suppress(StepwellError):  # why there is no room matters more
-                await tier.abort(reservation)
+        if granted:
+            await asyncio.wait([_start_abort(tier, reservation) for reservation in granted])
         if isinstance(answer, Refused):
             kind = TierFull if answer.reason == "full" else TierUnavailable
             raise kind(
@@ -93,9 +92,15 @@ def _give_back(tier: Tier, asked: asyncio.Future[Reservation | Refused]) -> None
         return
     answer = asked.result()
     if isinstance(answer, Reservation):
-        task = asyncio.ensure_future(_abort(tier, answer))
-        _returning.add(task)
-        task.add_done_callback(_returning.discard)
+        _start_abort(tier, answer)
+
+
+def _start_abort(tier: Tier, reservation: Reservation) -> asyncio.Task[None]:
+    """It goes on whatever becomes of who waits for it."""
+    task = asyncio.ensure_future(_abort(tier, reservation))
+    _returning.add(task)
+    task.add_done_callback(_returning.discard)
+    return task
 
 
 async def _abort(tier: Tier, reservation: Reservation) -> None:

@@ -22,7 +22,7 @@ class Checkpoint:
     parent: str | None
     timeline: int
     made: float  # seconds since 1970, by the writer's clock
-    tiers: tuple[str, ...]  # that hold a commit, nearest first
+    tiers: tuple[str, ...]  # that hold a commit that can be read, nearest first
     complete_on: tuple[str, ...]  # those of them that hold every part
     abandoned: bool = False  # a rewind left it behind
     skipped: dict[int, str] = field(default_factory=dict)  # newer steps that restore passed over, and why

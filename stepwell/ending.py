@@ -24,6 +24,7 @@ from stepwell.chain import Chain
 from stepwell.errors import StepwellError, WaitTimeout
 from stepwell.runtime import Runtime
 from stepwell.saving import Save
+from stepwell.settings import LONGEST_S
 from stepwell.units import format_duration
 from stepwell.writer import RunWriter
 
@@ -73,29 +74,41 @@ class Ending:
         self.exit_timeout_s = exit_timeout_s
         self.closed = False
         self.newest: Save | None = None  # the newest save; its error is the store's when it ends
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the store while it is being closed
 
     def close(self, limit_s: float) -> None:
         """Waits until all saves are on every tier that they go to, then frees everything.
 
         Raises what the newest save failed with: SaveFailed, or WaitTimeout if it is not there in time.
-        After a KeyboardInterrupt the store is still open: leaving the interpreter waits for it again.
+        After a KeyboardInterrupt, or what a signal handler raises, the store is still open: leaving the interpreter
+        waits for it again.
         """
-        with self._lock:
-            if self.closed:
-                return
-            finishing = self._runtime.start(self._finish(limit_s))
-            try:
-                finishing.result(limit_s + _GRACE_S)
-            except KeyboardInterrupt:
-                finishing.cancel()
-                raise
-            except BaseException as error:
-                self._stop(HURRY_S, LEAVE_S)
-                if isinstance(error, TimeoutError) and not finishing.done():
-                    raise self._late(limit_s) from None
-                raise
-            self._stop(PATIENCE_S, STOP_S)
+        limit_s = min(limit_s, LONGEST_S)
+        if not self._lock.acquire(timeout=max(0.0, limit_s)):
+            raise self._late(limit_s)  # another thread is at it, with a limit of its own
+        try:
+            if not self.closed:
+                self._close(limit_s)
+        finally:
+            self._lock.release()
+
+    def _close(self, limit_s: float) -> None:
+        finishing = self._runtime.start(self._finish(limit_s))
+        try:
+            concurrent.futures.wait([finishing], limit_s + _GRACE_S)
+        except BaseException:
+            finishing.cancel()
+            raise
+        if self.closed:  # by a signal handler, meanwhile
+            return
+        if not finishing.done():
+            finishing.cancel()
+            self._stop(HURRY_S, LEAVE_S)
+            raise self._late(limit_s)
+        if (error := finishing.exception()) is not None:
+            self._stop(HURRY_S, LEAVE_S)
+            raise error
+        self._stop(PATIENCE_S, STOP_S)
 
     def close_after_error(self) -> None:
         """As `close`, while an error is under way that matters more: raises nothing. Ctrl-C abandons."""
@@ -139,7 +152,7 @@ class Ending:
                 await self._writer.finish()
                 if self.newest is not None:
                     await self.newest.wait_everywhere()
-            except StepwellError as error:
+            except Exception as error:
                 log.error("the newest save of a store that was dropped is not everywhere: %s", error)
             await self._free(PATIENCE_S)
 
@@ -172,9 +185,9 @@ class Ending:
         )
 
     def _stop(self, patience_s: float, limit_s: float) -> None:
-        self.closed = True
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self._runtime.start(self._free(patience_s)).result(limit_s)
+        freeing = self._runtime.start(self._free(patience_s))
+        self.closed = True  # not before: Ctrl-C may come at any line
+        concurrent.futures.wait([freeing], limit_s)
 
     async def _free(self, patience_s: float) -> None:
         """Gives up what is not finished; background work, such as deletes, gets some patience."""
@@ -203,13 +216,15 @@ class Ending:
 @atexit.register
 def _at_exit() -> None:
     """The newest save of a script that just ends still becomes durable."""
+    ends: dict[concurrent.futures.Future[None], Ending] = {}
     with _no_noise():
-        endings = [store.ending for store in list(open_stores) if not store.ending.closed]
-        for closing, ending in list(_dropped.items()):
-            closing.cancel()  # it has no limit
-            endings.append(ending)
-        ends = {ending.leave(): ending for ending in endings}
         try:
+            endings = [store.ending for store in list(open_stores) if not store.ending.closed]
+            for closing, ending in list(_dropped.items()):
+                closing.cancel()  # it has no limit
+                endings.append(ending)
+            for ending in endings:
+                ends[ending.leave()] = ending
             names = {future: ending.run for future, ending in ends.items()}
             wait_with_line(names, max((ending.exit_timeout_s for ending in ends.values()), default=0.0) + 2 * LEAVE_S)
             for future, ending in ends.items():

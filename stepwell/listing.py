@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -50,7 +50,7 @@ class RunListing:
     folder: Path
     tiers: list[str]
     checkpoints: list[Checkpoint] = field(default_factory=list)  # by rising step, abandoned ones too
-    unreadable: dict[str, str] = field(default_factory=dict)  # checkpoint -> why its manifest cannot be read
+    unreadable: dict[str, str] = field(default_factory=dict)  # checkpoint, or copy -> why its manifest cannot be read
     debris: list[Debris] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # tier -> why it does not answer
 
@@ -143,9 +143,24 @@ async def list_run(named: Named) -> RunListing:
                 out.checkpoints.append(await describe(run.catalog, attempt))
             except StepwellError as error:
                 out.unreadable[attempt.folder] = error.what
+            else:
+                out.unreadable |= await _bad_copies(run.catalog, attempt, out.checkpoints[-1].tiers)
         if not named.place.selected:
             out.debris = sorted(run.catalog.debris, key=lambda d: (d.attempt.step, d.attempt))
         return out
+
+
+async def _bad_copies(catalog: Catalog, attempt: Attempt, good: Sequence[str]) -> dict[str, str]:
+    """Why the manifest of a checkpoint cannot be read on the tiers that have one and are not `good`."""
+    found: dict[str, str] = {}
+    for holding in catalog.holdings.get(attempt, []):
+        tier = holding.tier.info.name
+        if tier not in good:
+            try:
+                await catalog.manifest(attempt, holding.tier)
+            except StepwellError as error:
+                found[f"{attempt.folder} on {tier}"] = error.what
+    return found
 
 
 # -- a checkpoint ------------------------------------------------------------------------
@@ -170,7 +185,7 @@ class Inside:
     folders: dict[str, str]  # tier -> where it lies
     files: dict[str, int]  # on the nearest tier
     ranks: dict[int, RankRecord]
-    wrong: list[str] = field(default_factory=list)  # records that cannot be read
+    wrong: list[str] = field(default_factory=list)  # records that cannot be read, files that are not as they say
 
 
 async def look_inside(run: Opened, attempt: Attempt) -> Inside:
@@ -185,7 +200,21 @@ async def look_inside(run: Opened, attempt: Attempt) -> Inside:
             inside.ranks[rank] = await _rank(catalog, attempt, rank)
         except StepwellError as error:
             inside.wrong.append(str(error))
+    for holding in held:
+        tier = holding.tier.info.name
+        if tier in inside.checkpoint.complete_on:
+            inside.wrong += [f"{what} (tier {tier})" for what in _misfits(inside.ranks.values(), holding.files)]
     return inside
+
+
+def _misfits(ranks: Iterable[RankRecord], files: Mapping[str, int]) -> Iterator[str]:
+    """What is wrong with the sizes of the shards; what they hold is for `verify` to check."""
+    for shard in (shard for record in ranks for shard in record.shards):
+        size = files.get(shard.file)
+        if size is None:
+            yield f"{shard.file} is missing"
+        elif size != shard.size:
+            yield f"{shard.file} has {size} bytes instead of {shard.size}"
 
 
 def _path(root: str, run: str, attempt: Attempt) -> str:

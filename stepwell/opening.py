@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from stepwell.building import build
+from stepwell.building import Node, build, make_host
 from stepwell.config import find_config, load_config
 from stepwell.ending import count_open
 from stepwell.errors import ConfigError
 from stepwell.format.names import check_run_name
-from stepwell.hostmem import cgroup_limit_bytes, local_ranks
+from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks
 from stepwell.policies.base import Policy
-from stepwell.policies.evict import LRU
 from stepwell.policies.flush import FlushAll
+from stepwell.schema import Capacity, TierConfig
 from stepwell.settings import Settings
 from stepwell.store import CheckpointStore
 from stepwell.tiers.base import Tier
@@ -88,18 +88,22 @@ def _folder(target: Path, run: str | None, mode: str, host: str | int | None) ->
             f"the folder of the run's parent does not exist: {path.parent}", todo="Make it first, or mend the path"
         )
     disk = FileTier(path.parent, name="disk", read_only=mode == "r")
-    return path.name, [HostTier(LRU(), _host_bytes(host)), disk] if mode == "w" else [disk]
+    return path.name, [_host(host), disk] if mode == "w" else [disk]
 
 
-def _host_bytes(host: str | int | None) -> int | None:
-    if host is None:
-        return None
+def _host(host: str | int | None) -> Tier:
+    """As a config's, but that a size is of this process alone."""
+    ranks = local_ranks()
+    share = Node(1, cgroup_limit_bytes() // ranks, free_memory_bytes() // ranks)
     try:
+        capacity = None
         if isinstance(host, str) and host.strip().endswith("%"):
-            return int(cgroup_limit_bytes() * parse_percent(host)) // local_ranks()
-        return parse_size(host)
-    except ValueError as error:
-        raise ConfigError(f"host={host!r}: {error}", todo="Give a size such as '8GiB' or '25%'") from None
+            capacity = Capacity(fraction=parse_percent(host))
+        elif host is not None:
+            capacity = Capacity(size_bytes=parse_size(host))
+        return make_host(TierConfig(name="host", driver="host", capacity=capacity), False, share)
+    except ConfigError as error:
+        raise ConfigError(f"host={host!r}: {error.what}", todo=error.todo) from None
 
 
 def _check_tiers(tiers: Sequence[Tier]) -> None:

@@ -31,6 +31,8 @@ _HEADER_BYTES_MAX = 100_000_008
 def read_header(path: Path) -> Header:
     """Reads and checks the header of a safetensors file. Raises FormatError, TierError."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise FormatError("it is not a file", todo="Move it away", path=str(path))
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(8)

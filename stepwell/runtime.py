@@ -12,10 +12,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from stepwell.errors import StoreClosed, WaitTimeout
+from stepwell.errors import StepwellError, StoreClosed, WaitTimeout
 from stepwell.native import AsyncEngine, Engine
 from stepwell.policies.evict import LRU
 from stepwell.tiers.host import Arena
+from stepwell.waiting import done_within
 
 T = TypeVar("T")
 
@@ -26,14 +27,14 @@ COPY_THREADS = 2
 #: how long the exit waits for the loop to come to a stop
 PARK_S = 1.0
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may open a store while the thread that it interrupts does
 _current: Runtime | None = None
 
 
 def _new_lock() -> None:
     """The parent's may have been held by a thread that did not come along."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_new_lock)
@@ -46,12 +47,18 @@ class Runtime:
         self.pid = os.getpid()
         self._parked = False
         self._started = threading.Event()
+        self._trouble: BaseException | None = None  # why it could not start
         self._staging: Arena | None = None
         self.loop: asyncio.AbstractEventLoop
         self.copier: AsyncEngine
         self._thread = threading.Thread(target=self._main, name="stepwell-loop", daemon=True)
         self._thread.start()
         self._started.wait()
+        if self._trouble is not None:
+            raise StepwellError(
+                f"the background thread cannot start: {self._trouble}",
+                todo="See the process's limits of open files, threads and memory (ulimit -a)",
+            ) from self._trouble
 
     @staticmethod
     def get() -> Runtime:
@@ -81,13 +88,23 @@ class Runtime:
         parked.wait(PARK_S)
 
     def _main(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        try:
+            self.loop = asyncio.new_event_loop()
+        except BaseException as error:
+            self._trouble = error
+            self._started.set()
+            return
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(self._ready)
         self.loop.run_forever()
+        self.loop.close()  # it could not start
 
     def _ready(self) -> None:
-        self.copier = AsyncEngine(Engine("copy", backend="threads", threads=COPY_THREADS))
+        try:
+            self.copier = AsyncEngine(Engine("copy", backend="threads", threads=COPY_THREADS))
+        except BaseException as error:
+            self._trouble = error
+            self.loop.stop()
         self._started.set()
 
     def staging(self) -> Arena:
@@ -116,12 +133,11 @@ class Runtime:
         assert threading.current_thread() is not self._thread, "would wait for itself"
         future = self.start(work)
         try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if future.done():  # the work itself raised it
-                raise
-            future.cancel()
-            raise WaitTimeout(f"{what} took longer than {timeout} s") from None
-        except KeyboardInterrupt:
+            done = done_within(future, timeout)
+        except BaseException:  # Ctrl-C, or what a signal handler raises
             future.cancel()
             raise
+        if not done:
+            future.cancel()
+            raise WaitTimeout(f"{what} took longer than {timeout} s")
+        return future.result()

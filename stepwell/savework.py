@@ -14,8 +14,9 @@ from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import Draft, FileRecord, Manifest
 from stepwell.hostmem import host_budget_bytes, local_ranks
 from stepwell.jobs import Job
-from stepwell.mover import Healing, Reading, ShardJob
+from stepwell.mover import ShardJob
 from stepwell.ownership import Ownership, group_of
+from stepwell.reading import Healing, Reading
 from stepwell.saving import Order, Save, Turns
 from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import Priority
@@ -40,12 +41,14 @@ class Saver:
         self.on_named: Callable[[Save, Attempt], object] = lambda save, attempt: None
         self.last_error: TierError | None = None  # of the first storage tier
         self.failing = False  # until a save gets there again
-        self._lost_rewind: int | None = None  # of a save that failed before it could carry it out
+        self._lost_rewind: tuple[int, int] | None = None  # of a save that failed before its draft: (line, step)
+        self.under_way: list[Save] = []  # those that are not on the first tier yet
 
     async def save(self, save: Save) -> Attempt:
         """Returns once the checkpoint is committed on the first storage tier. Raises what went wrong."""
         order = save.take_order()
         drafts, commits = self._drafts.take(), self._commits.take()
+        self.under_way.append(save)
         try:
             if order.job.world == 1:
                 return await self._carry_out(save, order, drafts[0], commits[0], drafts[1])
@@ -54,6 +57,9 @@ class Saver:
             self._note(error)
             raise
         finally:
+            self.under_way.remove(save)
+            if not drafts[1].done() and order.rewind_to is not None:  # the next one is the first after the rewind
+                self._lost_rewind = order.line, order.rewind_to
             for _, mine in (drafts, commits):
                 if not mine.done():
                     mine.set_result(None)
@@ -67,7 +73,6 @@ class Saver:
         mine: asyncio.Future[None],
     ) -> Attempt:
         """As one with the other ranks: if one of them gives up, all do, and each frees what it took."""
-        await self._owner.take(order.job)
         key = self._given_up(order.call, order.job)
         store = order.job.store
         work = asyncio.ensure_future(self._carry_out(save, order, drafted, committed, mine))
@@ -125,10 +130,13 @@ class Saver:
             kept = hosted is not None
             putting = asyncio.ensure_future(chain.mover.put(first, jobs, on_copied, kept=kept))
             await _either(putting, copied)
+            if save.failed:  # save() has left meanwhile: what was copied since need not be the state of its call
+                raise SaveFailed("the save was given up while the state was being copied", step=order.step)
             if drafted is not None:
                 await asyncio.shield(drafted)
             record = rank_record(order, attempt, jobs, self._draft(order, attempt))
             mine.set_result(None)
+            order.let_go()  # a tier that hangs must not keep the state's memory
             if hosted is not None:
                 kept = await self._commit_host(save, order, attempt, jobs, record, hosted)
             await self._written(putting, jobs, reserved, kept)
@@ -140,10 +148,9 @@ class Saver:
             manifest = await asyncio.shield(publishing)
         except BaseException:
             self._owner.failed(attempt)
-            if not mine.done():  # it has given up before its draft: the next one is the first after the rewind
-                self._lost_rewind = order.rewind_to if order.rewind_to is not None else self._lost_rewind
             if putting is not None:
                 putting.cancel()
+                putting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: this one counts
             undo = self._keep(self._give_up(key, reserved, order.job, [job.key for job in jobs], publishing))
             await asyncio.wait([undo], timeout=GIVE_UP_S)
             raise
@@ -217,7 +224,8 @@ class Saver:
             await chain.clock.sleep(pause)
             try:
                 while reserved:
-                    await first.abort(reserved.pop())
+                    await first.abort(reserved[-1])
+                    del reserved[-1]
                 reserved += await reserve(first, [(job.key, job.size) for job in jobs])
                 for job in jobs:
                     reading = Reading(
@@ -270,7 +278,9 @@ class Saver:
     def _draft(self, order: Order, attempt: Attempt) -> Draft:
         """The manifest's words. Called in the order of saves, so that each one's parent is the one before."""
         owner = self._owner
-        rewind_to, self._lost_rewind = order.rewind_to if order.rewind_to is not None else self._lost_rewind, None
+        rewind_to, lost, self._lost_rewind = order.rewind_to, self._lost_rewind, None
+        if rewind_to is None and lost is not None and lost[0] == order.line:
+            rewind_to = lost[1]
         if rewind_to is None:
             rewind_to = owner.hidden_base(order.step)
         if rewind_to is not None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import operator
+import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepwell.clock import Clock
-from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StepwellError, WaitTimeout
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StepwellError, StoreClosed, WaitTimeout
 from stepwell.jobs import Job
 from stepwell.state import Snapshot
 from stepwell.tiers.base import Tier, TierInfo
 from stepwell.units import format_duration
+from stepwell.waiting import done_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Order:
     made: float  # wall
     capture_seconds: float
     rewind_to: int | None  # this save starts a new timeline after that step
+    let_go: Callable[[], None] = lambda: None  # of the state's memory, once all is copied
+    line: int = 0  # saves of one line go on from each other; a restore or a rewind begins another
 
 
 class Save:
@@ -53,6 +58,7 @@ class Save:
     def __init__(self, order: Order, tiers: Sequence[Tier]) -> None:
         self.step = order.step
         self._order: Order | None = order  # holds the state's tensors until they are copied
+        self._pid = os.getpid()
         self._bytes = order.snapshot.nbytes
         self._began = order.began
         self._infos: dict[str, TierInfo] = {tier.info.name: tier.info for tier in tiers}
@@ -61,6 +67,7 @@ class Save:
             name: concurrent.futures.Future() for name in self._infos
         }
         self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.running: concurrent.futures.Future[None] | None = None  # the writer's work on it
         self.blocked_seconds = 0.0
         self.checkpoint: str | None = None
         #: the store's newest step and the one to rewind to before this save; taken up again if it fails
@@ -79,19 +86,19 @@ class Save:
         Without `tier`: on the nearest tier that survives at least `survives` ("process", "reboot" or
         "node-loss"; default "reboot", or the safest there is). Raises SaveFailed, with the cause chained,
         if this save failed; NotPlanned if it will not get there; WaitTimeout after `timeout` seconds, while the
-        save goes on. A tier that fails is tried again: a later wait may succeed.
+        save goes on; StoreClosed in a forked child. A tier that fails is tried again: a later wait may succeed.
         """
         name = self._choose(tier, survives)
-        try:
-            why_not = self._futures[name].result(timeout)
-        except concurrent.futures.TimeoutError:
+        self._check_process()
+        future = self._futures[name]
+        if not done_within(future, timeout):
             raise WaitTimeout(
                 f"the save was not on this tier within {timeout} s",
                 todo="It goes on; wait again",
                 step=self.step,
                 tier=name,
-            ) from None
-        if why_not is not None:
+            )
+        if (why_not := future.result()) is not None:
             raise _again(why_not)
         return self
 
@@ -101,6 +108,7 @@ class Save:
         return self._is_on(self._choose(tier, None))
 
     def __await__(self) -> Generator[Any, None, Save]:
+        self._check_process()
         yield from self._arrives(self._choose(None, None)).__await__()
         return self
 
@@ -138,6 +146,14 @@ class Save:
         if (why_not := future.result()) is not None:
             raise _again(why_not)
 
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreClosed(
+                "this save was called in the parent of this forked process",
+                todo="Wait for it there: here nobody would hear of its end",
+                step=self.step,
+            )
+
     def _choose(self, tier: str | None, survives: str | None) -> str:
         if tier is not None:
             if tier not in self._infos:
@@ -162,7 +178,11 @@ class Save:
     def nbytes(self) -> int:
         return self._bytes
 
-    # -- for the writer ------------------------------------------------------------------
+    # -- for the store and the writer ------------------------------------------------------
+
+    def copied_within(self, seconds: float) -> bool:
+        """Blocks until the state may change again, at most so long; whether it may."""
+        return done_within(self.copied, seconds)
 
     def take_order(self) -> Order:
         """The order, once; the save itself keeps nothing of the state."""
@@ -210,7 +230,10 @@ class Save:
             self.mark_copied()
         for name in self._infos if tiers is None else tiers:
             if not (self._is_on(name) if tiers is not None else self._is_not_planned(name)):
-                failed = SaveFailed(f"the save failed: {error}", step=self.step, tier=name if tiers else None)
+                todo = "" if tiers or getattr(error, "todo", "") else _TODO
+                failed = SaveFailed(
+                    f"the save failed: {error}", todo=todo, step=self.step, tier=name if tiers else None
+                )
                 failed.__cause__ = self._troubles[name] = error
                 self._settle(name, failed)
 
@@ -234,6 +257,9 @@ class Save:
         return self._failure is not None
 
 
+_TODO = "Checkpoints from before are untouched, and saving goes on: mend the cause, and save again"
+
+
 def _again(error: StepwellError) -> StepwellError:
     """A new one for each who waits: one that is raised twice collects the frames, and so the tensors, of both."""
     fresh = type(error)(error.what, todo=error.todo, **error.where)
@@ -255,7 +281,7 @@ class SaveRecord:
 
     def __init__(self, clock: Clock, max_unsaved_s: float) -> None:
         self._clock, self._max_unsaved_s = clock, max_unsaved_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save while the thread that it interrupts holds it
         self._under_way: list[float] = []  # when each save began that has not ended, in that order
         self._unsaved_since: float | None = None  # when the oldest save began after the last durable one
         self._durable = 0
@@ -265,11 +291,11 @@ class SaveRecord:
 
     def began(self, save: Save) -> None:
         now = self._clock.monotonic()
+        save.on_end = lambda step, error: self._ended(now, save, error)  # first: Ctrl-C may come at any line
         with self._lock:
             self._under_way.append(now)
             if self._unsaved_since is None:
                 self._unsaved_since = now
-        save.on_end = lambda step, error: self._ended(now, save, error)
 
     def _ended(self, began: float, save: Save, error: BaseException | None) -> None:
         with self._lock:
@@ -277,6 +303,8 @@ class SaveRecord:
                 self._under_way.remove(began)
             if error is None:
                 self._durable += 1
+                if self._untold is not None and self._untold[0] == save.step:
+                    self._untold = None  # it was faster than whoever gave it up
                 self._unsaved_since = next(iter(self._under_way), None)
                 return
             self.failed += 1
@@ -328,6 +356,17 @@ class Turns:
         return before, mine
 
 
+def check_step(step: object) -> int:
+    """A step as it is stored: any integer from 0, of whatever class."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]  # asked here
+    except Exception:  # whatever its class raises
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise ConfigError(f"a step is an integer from 0, not {step!r}")
+    return number
+
+
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str | None]:
     """Metrics as they are stored: numbers (NaN and infinities as text, JSON has none) by name."""
     kept: dict[str, float | str | None] = {}
@@ -336,7 +375,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str | 
             raise ConfigError(f"a metric's name must be a string, not {name!r}")
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # tensors and arrays of several numbers have errors of their own
             raise ConfigError(f"metric {name!r} is not a number: {value!r}") from None
         finite = number == number and abs(number) != float("inf")
         kept[name] = number if finite else repr(number)

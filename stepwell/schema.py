@@ -105,7 +105,7 @@ OTHER_DRIVER = DriverRules(_STORAGE | {"path", "bandwidth", "timeout"}, scope=No
 LATER = {
     "verify_after_flush": "Leave it out; `stepwell verify` checks every checksum",
     "on_pressure": "Leave it out; save() blocks, at most block_timeout",
-    "delete_grace": "Leave it out; the drivers' own grace holds",
+    "delete_grace": "Leave it out; what retain lets go is deleted at once, unless this process reads it",
     "bandwidth_per_job": "Leave it out; bandwidth = '2GB/s' limits each node",
     "tier.retain.every_steps": "Leave it out; retain = { last = 3 } keeps the newest three",
     "tier.retain.best": "Leave it out; retain = { last = 3 } keeps the newest three",

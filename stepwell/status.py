@@ -64,6 +64,7 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
     info, usage = tier.info, tier.usage()
     flusher = writer.flushers.get(info.name)
     goals = flusher.goals if flusher is not None else []
+    saves = [save for save in writer.saver.under_way if tier is chain.first and not save.failed]
     touching = [edge for edge in edges if info.name in (edge.source, edge.target)]
     oldest = max((edge.oldest_s for edge in touching if edge.target == info.name), default=0.0)
     trouble, last_error = _trouble(chain, writer, tier)
@@ -84,8 +85,8 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
         detail=detail,
         last_error=None if last_error is None else str(last_error),
         newest_step=max(held, default=None),
-        backlog=tuple(sorted(goal.attempt.step for goal in goals)),
-        backlog_bytes=sum(_size(chain, goal.attempt) for goal in goals),
+        backlog=tuple(sorted([*(goal.attempt.step for goal in goals), *(save.step for save in saves)])),
+        backlog_bytes=sum(_size(chain, goal.attempt) for goal in goals) + sum(save.nbytes for save in saves),
         in_flight_bytes=sum(edge.in_flight_bytes for edge in touching),
         used_bytes=usage.physical_bytes,
         free_bytes=usage.free_bytes,
@@ -97,11 +98,10 @@ def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatisti
 
 def _trouble(chain: Chain, writer: RunWriter, tier: Tier) -> tuple[StepwellError | None, StepwellError | None]:
     """(what the tier fails with now, what it failed with last)."""
-    flusher = writer.flushers.get(tier.info.name)
-    for place in (flusher, writer.saver if tier is chain.first else None):
-        if place is not None and place.last_error is not None:
-            return place.last_error if place.failing else None, place.last_error
-    return None, None
+    places = (writer.flushers.get(tier.info.name), writer.saver if tier is chain.first else None)
+    errors = [(place.failing, place.last_error) for place in places if place is not None and place.last_error]
+    failing = next((error for now, error in errors if now), None)
+    return failing, failing or next((error for _, error in errors), None)
 
 
 def _size(chain: Chain, attempt: Attempt) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 from stepwell.agreement import Agreement
 from stepwell.catalog import Catalog, Debris
@@ -25,7 +26,7 @@ from stepwell.policies.base import Policy
 from stepwell.prefetching import Prefetch
 from stepwell.restoring import Wish, restore
 from stepwell.runtime import Runtime
-from stepwell.saving import Order, Save, SaveRecord, check_metrics
+from stepwell.saving import Order, Save, SaveRecord, check_metrics, check_step
 from stepwell.settings import Settings
 from stepwell.state import PlanCache, capture
 from stepwell.status import StoreStatus, status_of
@@ -66,6 +67,7 @@ class CheckpointStore:
         self._restores = 0
         self._last_step: int | None = None  # highest step saved or found; None: not looked yet
         self._rewind_to: int | None = None
+        self._line = 0  # restores and rewinds so far
         self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
         self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
@@ -108,7 +110,7 @@ class CheckpointStore:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Mapping[Any, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
@@ -130,39 +132,49 @@ class CheckpointStore:
         began = self._clock.monotonic()
         self._check_open()
         self._check_writable()
-        job = current_job()
-        with self._ordering:
-            self._calls += 1  # also of a call that raises: all ranks count alike, whatever happens to one of them
-            try:
-                save = self._order(began, job, step, state, metrics, tags, files)
-            except BaseException as error:
-                self._runtime.loop.call_soon_threadsafe(self._writer.give_up, self._calls, job, error)
-                raise
-            self._record.began(save)
-            self._saves = [s for s in self._saves if not s.settled] + [save]
-            self.ending.newest = save
-            running = self._runtime.start(self._writer.save(save))
-        limit = self._settings.block_timeout
+        job, limit, call = current_job(), self._settings.block_timeout, 0
+        save: Save | None = None
         try:
-            save.copied.result(limit)
+            with self._ordering:
+                self._calls += 1  # also of a call that raises: all ranks count alike, whatever happens to one of them
+                call = self._calls
+                save = self._order(began, job, call, step, state, metrics, tags, files)
+                self._begin(save)
+            if not save.copied_within(limit):
+                self._leave(save, limit)
         except BaseException as error:
-            skipped = isinstance(error, TimeoutError)
-            try:
-                with contextlib.suppress(WaitTimeout):  # the next call must know of it
-                    self._runtime.run(self._writer.skip(save, limit if skipped else None), SKIP_S)
-            finally:
-                running.cancel()
-            if not skipped:
-                raise
+            if save is not None:
+                self._leave(save, None)
+            else:
+                self._runtime.loop.call_soon_threadsafe(self._writer.give_up, call, job, error)
+            raise
         save.blocked_seconds = self._clock.monotonic() - began
         self._record.check_unsaved()
         return save
+
+    def _begin(self, save: Save) -> None:
+        """Whatever interrupts this between two lines: `_leave` puts it right."""
+        self._saves = [s for s in self._saves if not s.settled] + [save]
+        self._last_step, self._rewind_to = save.step, None
+        self._record.began(save)
+        self.ending.newest = save
+        save.running = self._runtime.start(self._writer.save(save))
+
+    def _leave(self, save: Save, blocked_s: float | None) -> None:
+        """save() ends before the state is copied. The loop hears of it before the caller can change the state."""
+        try:
+            noted = self._runtime.start(self._writer.skip(save, blocked_s))
+            concurrent.futures.wait([noted], SKIP_S)  # the next call must know of it
+        finally:
+            if save.running is not None:
+                save.running.cancel()
 
     def _order(
         self,
         began: float,
         job: Job,
-        step: int,
+        call: int,
+        step: SupportsIndex,
         state: Mapping[Any, Any],
         metrics: Mapping[str, Any] | None,
         tags: Sequence[str],
@@ -170,38 +182,42 @@ class CheckpointStore:
     ) -> Save:
         """The save, with all that the state's memory is needed for but the copying."""
         self._record.check_first()
-        rewind_to = self._check_step(step)
+        step = check_step(step)
+        rewind_to = self._check_line(step)
         snapshot = capture(state, rank=job.rank, world=job.world, plans=self._plans)
         order = Order(
-            call=self._calls,
+            call=call,
             step=step,
             job=job,
             snapshot=snapshot,
             metrics=check_metrics(metrics),
-            tags=[str(tag) for tag in tags],
+            tags=[tags] if isinstance(tags, str) else [str(tag) for tag in tags],
             files={**snapshot.sidecars, **read_sidecars(files)},
             began=began,
             made=self._clock.wall(),
             capture_seconds=self._clock.monotonic() - began,
             rewind_to=rewind_to,
+            let_go=snapshot.let_go,
+            line=self._line,
         )
         save = Save(order, self.tiers)
         save.line_before = self._last_step, self._rewind_to
-        self._last_step, self._rewind_to = step, None
         return save
 
     def _check_writable(self) -> None:
         if self.mode == "r":
             raise ConfigError("this store was opened for reading", todo="Open it with mode='w' to save", run=self.run)
 
-    def _check_step(self, step: int) -> int | None:
+    def _check_line(self, step: int) -> int | None:
         """The step to rewind to before saving `step`, if any."""
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigError(f"a step is an integer from 0, not {step!r}")
         while self._saves and self._saves[-1].failed and (before := self._saves.pop().line_before) is not None:
             self._last_step, self._rewind_to = before
         if self._last_step is None:
-            self._wait(self.catalog.refresh())
+            try:
+                self._wait(self.catalog.refresh(), self._settings.block_timeout, "looking for its newest checkpoint")
+            except WaitTimeout as error:
+                todo = "Some tier hangs; the next save is tried again"
+                raise SaveFailed(f"the checkpoint was skipped: {error}", todo=todo, step=step, run=self.run) from error
             self._last_step = max((a.step for a in self.catalog.newest_first()), default=-1)
         rewind_to, newest = self._rewind_to, self._last_step
         if rewind_to is None:
@@ -216,12 +232,13 @@ class CheckpointStore:
             raise StepExists(f"step {step} is not above the step that was restored, {rewind_to}", run=self.run)
         return rewind_to if rewind_to < newest else None
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: SupportsIndex) -> None:
         """Starts a new timeline after `step`: later checkpoints stay loadable by number, but are abandoned.
 
         Takes effect with the next save. Raises CheckpointNotFound if `step` has no checkpoint.
         """
         self._check_writable()
+        step = check_step(step)
         self._wait(self.catalog.refresh())
         self.catalog.at_step(step)
         self._note_base(step)
@@ -229,6 +246,7 @@ class CheckpointStore:
     def _note_base(self, step: int) -> None:
         newest = max((a.step for a in self.catalog.newest_first()), default=step)
         with self._ordering:
+            self._line += 1
             self._last_step = max(newest, self._last_step if self._last_step is not None else newest)
             self._rewind_to = step
             for save in self._saves:
@@ -239,7 +257,7 @@ class CheckpointStore:
     def restore(
         self,
         state: Mapping[Any, Any],
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         strict: bool | dict[str, bool] = True,
         rename: Any = None,
@@ -258,8 +276,7 @@ class CheckpointStore:
         NoGoodCheckpoint with the reasons per step, TierUnavailable, CheckpointNotFound for a `step` that
         does not exist.
         """
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise ConfigError(f"a step is an integer, not {step!r}", todo="Leave it out for the newest checkpoint")
+        step = None if step is None else check_step(step)
         if not isinstance(state, Mapping):
             raise StateError(
                 f"the state is a {type(state).__name__}, not a dict of parts", todo='Give restore({"model": model})'
@@ -302,7 +319,7 @@ class CheckpointStore:
         any path that `stepwell.load` takes. to: the host tier, where this store and `stepwell.load` then find the
         chunks in memory, until their room is needed; or a storage tier, for checkpoints of this run.
         """
-        wanted = [refs] if isinstance(refs, int | str | os.PathLike) else list(refs)
+        wanted = [refs] if isinstance(refs, SupportsIndex | str | os.PathLike) else list(refs)
         tier = next((t for t in self.tiers if t.info.name == to), None)
         if tier is None:
             names = ", ".join(t.info.name for t in self.tiers)
@@ -339,12 +356,15 @@ class CheckpointStore:
 
         return self._wait(found())
 
-    def flush(self, step: int | None = None, to: str | None = None, *, parts: Sequence[str] | None = None) -> None:
+    def flush(
+        self, step: SupportsIndex | None = None, to: str | None = None, *, parts: Sequence[str] | None = None
+    ) -> None:
         """Copies a checkpoint (default the newest) down to tier `to` (default the last), and waits.
 
         parts: only those; the copy there is then partial.
         """
         self._check_writable()
+        step = None if step is None else check_step(step)
         self._settle()
         target = self.tiers[-1] if to is None else next((t for t in self.tiers if t.info.name == to), None)
         if target is None:

@@ -15,13 +15,14 @@ from stepwell import native
 from stepwell.catalog import Catalog, Debris, Holding
 from stepwell.edges import VERIFY
 from stepwell.errors import CorruptData, StepwellError
-from stepwell.format.names import MANIFEST, Attempt, rank_file, rank_of
-from stepwell.format.records import Manifest, RankRecord, Sealed, ShardRecord, decode
-from stepwell.mover import Crcs, Healing, Mover, Reading
+from stepwell.format.names import MANIFEST, RUN_FILE, Attempt, epoch_file, rank_file, rank_of
+from stepwell.format.records import EpochRecord, Manifest, RankRecord, RunRecord, Sealed, Seen, ShardRecord, decode
+from stepwell.mover import Mover
 from stepwell.places import Named, NoProgress, Opened, Progress, Ref, look_up, mover, opened, run_whole
 from stepwell.plainfiles import check_plain
 from stepwell.ranges import Read
-from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey
+from stepwell.reading import Crcs, Healing, Reading
+from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
 if TYPE_CHECKING:
@@ -65,16 +66,17 @@ class Report:
 
     ref: str
     checked: list[Verified] = field(default_factory=list)
+    records: list[Verified] = field(default_factory=list)  # the run's own records on each tier
     debris: list[Debris] = field(default_factory=list)  # no fault: saves that were never committed
 
     @property
     def problems(self) -> int:
-        return sum(len(one.problems) for one in self.checked)
+        return sum(len(one.problems) for one in (*self.checked, *self.records))
 
 
 def verify(ref: Ref, progress: Progress | None = None) -> Report:
-    """Checks one checkpoint, a range, or with a run's path the whole run. Foreign safetensors files carry no
-    checksums: of them only the structure is checked.
+    """Checks one checkpoint, a range, or with a run's path the whole run, its own records too. Foreign safetensors
+    files carry no checksums: of them only the structure is checked.
 
     What is wrong is in the report; raises only if there is nothing that could be checked: CheckpointNotFound,
     FormatError, TierUnavailable.
@@ -96,10 +98,32 @@ async def _verify(named: Named, progress: Progress) -> Report:
         for _, holding in pairs:
             progress.expect(sum(holding.files.values()))
         for attempt, holding in pairs:
-            report.checked.append(await _Checker(run, attempt, holding, progress).check())
+            checker = _Checker(run, attempt, holding, progress)
+            found = await checker.check()
+            if not (found.problems and await checker.deleted()):
+                report.checked.append(found)
         if named.place.kind == "run" and not named.place.selected:
+            report.records = [await _run_records(run, tier) for tier in run.tiers]
             report.debris = sorted(run.catalog.debris, key=lambda d: (d.attempt.step, d.attempt))
     return report
+
+
+async def _run_records(run: Opened, tier: Tier) -> Verified:
+    """Checks what says which run this is, who wrote it, and what counts. A heartbeat need not be whole."""
+    out = Verified(run.run, None, tier.info.name)
+    wanted: dict[str, type[Sealed]] = {RUN_FILE: RunRecord}
+    for epoch in run.catalog.epochs.get(tier.info.name, []):
+        wanted |= {epoch_file(epoch): EpochRecord, epoch_file(epoch, "seen.json"): Seen}
+    for name, kind in wanted.items():
+        try:
+            data = await tier.fetch(RecordKey(run.run, name))
+            if data is not None:
+                out.files += 1
+                out.checked_bytes += len(data)
+                decode(data, kind)
+        except StepwellError as error:
+            out.problems.append(Problem(name, error.what))
+    return out
 
 
 class _Checker:
@@ -117,6 +141,8 @@ class _Checker:
     async def check(self) -> Verified:
         manifest, _ = await self._record(MANIFEST, Manifest)
         if manifest is not None:
+            if manifest.attempt != self._attempt.folder and self._attempt.renamed is None:
+                self._bad(MANIFEST, f"it is that of {manifest.attempt}")
             for name, sidecar in manifest.files.items():
                 await self._sidecar(name, sidecar.size, sidecar.crc)
             for rank, digest in zip(manifest.covers, manifest.digests, strict=False):
@@ -124,6 +150,13 @@ class _Checker:
             self._out.strangers = sorted(name for name in self._files if not self._ours(name))
         self._progress.moved(sum(self._files.values()) - self._told)
         return self._out
+
+    async def deleted(self) -> bool:
+        """Whether somebody has deleted the checkpoint since it was found: then nothing is wrong with it."""
+        try:
+            return await self._tier.fetch(RecordKey(self._catalog.run, f"{self._attempt.folder}/{MANIFEST}")) is None
+        except StepwellError:
+            return False
 
     def _ours(self, name: str) -> bool:
         return name in self._known or rank_of(name) is not None or name.startswith("repair-")

@@ -112,8 +112,9 @@ def verify(
 ) -> None:
     """Read every byte and check it against its checksums.
 
-    A run without @ is verified whole. What is bad is listed with its file, block and tensors, and the exit code is
-    then 1. Of safetensors files that stepwell did not write only the structure can be checked. Nothing is changed.
+    A run without @ is verified whole, its own records too. What is bad is listed with its file, block and tensors, and
+    the exit code is then 1. Of safetensors files that stepwell did not write only the structure can be checked.
+    Nothing is changed.
 
     \b
     Examples:
@@ -161,8 +162,10 @@ def rm(
 ) -> None:
     """Delete checkpoints of a run.
 
-    Ranges mean all checkpoints whose step is in them, abandoned ones too. The newest checkpoint of a run stays
-    without --force, and while a writer holds the run. Folders that stepwell did not make are never deleted.
+    Ranges mean all checkpoints whose step is in them, abandoned ones too. The newest checkpoint of a run, and the
+    newest whole one, stay without --force, and while a writer holds the run. Manifests go first, and the files at
+    once after them: whoever reads such a checkpoint on another node may then fail. Folders that stepwell did not
+    make are never deleted.
 
     \b
     Examples:

@@ -5,31 +5,38 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import typer
 
-from stepwell.cli._output import clean, console, print_json, progress, show_table, table
-from stepwell.copying import copy
+from stepwell.cli._output import clean, console, error_document, fields_of, print_json, progress, show_table, table
+from stepwell.copying import Copied, copy
 from stepwell.deleting import Doomed, check_newest, delete, plan_deletion
 from stepwell.units import format_bytes, format_duration
 
 
 def cp(ref: str, dest: str, json: bool) -> None:
     began = time.monotonic()
-    with progress("copying") as bar:
-        copies = copy(ref, dest, bar)
-    seconds = time.monotonic() - began
+    copies: list[Copied] = []
+    try:
+        with progress("copying") as bar:
+            copies = copy(ref, dest, bar, on_copied=copies.append)
+    except (KeyboardInterrupt, Exception) as error:
+        _tell_copied(copies, json, time.monotonic() - began, error)
+        raise
+    _tell_copied(copies, json, time.monotonic() - began)
+
+
+def _tell_copied(copies: Sequence[Copied], json: bool, seconds: float, error: BaseException | None = None) -> None:
+    """Also of a command that failed or was interrupted midway: copies of a range that were made before stay."""
     if json:
-        documents = [
-            {"source": c.source, "step": c.step, "path": c.path, "name": c.path.name, "bytes": c.size_bytes}
-            for c in copies
-        ]
-        print_json({"copied": documents, "bytes": sum(c.size_bytes for c in copies), "seconds": seconds})
+        made = [{**fields_of(one), "name": one.path.name} for one in copies]
+        document = {"copied": made, "bytes": sum(c.size_bytes for c in copies), "seconds": seconds}
+        print_json(document if error is None else {**document, **error_document(error)})
         return
     for one in copies:
         console().print(f"{clean(one.source)} -> {clean(one.path)}, {format_bytes(one.size_bytes)}")
-    console().print(f"copied and durable in {format_duration(seconds)}")
+    if error is None:
+        console().print(f"copied and durable in {format_duration(seconds)}")
 
 
 def rm(refs: list[str], json: bool, *, dry_run: bool, force: bool, yes: bool) -> None:
@@ -45,7 +52,16 @@ def rm(refs: list[str], json: bool, *, dry_run: bool, force: bool, yes: bool) ->
         many = "this checkpoint" if len(plan) == 1 else f"these {len(plan)} checkpoints"
         typer.confirm(f"Delete {many}, {size}, for good?", abort=True, err=True)
     gone: list[Doomed] = []
-    delete(refs, force=force, on_deleted=gone.append)
+    try:
+        delete(refs, force=force, on_deleted=gone.append)
+    except KeyboardInterrupt:
+        what = f"interrupted; {len(gone)} of {len(plan)} are deleted, and what is left of one more is no checkpoint"
+        error = KeyboardInterrupt(f"{what}: see stepwell ls")
+        _tell(gone, json, dry_run=False, error=error)
+        raise error from None
+    except Exception as error:
+        _tell(gone, json, dry_run=False, error=error)
+        raise
     _tell(gone, json, dry_run=False)
 
 
@@ -54,10 +70,15 @@ def on_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _tell(plan: Sequence[Doomed], json: bool, *, dry_run: bool) -> None:
+def _tell(plan: Sequence[Doomed], json: bool, *, dry_run: bool, error: BaseException | None = None) -> None:
+    """Also of a command that failed or was interrupted midway: what is gone is gone."""
     size = sum(doomed.size_bytes for doomed in plan)
     if json:
-        print_json({"dry_run": dry_run, "deleted": [_document(doomed) for doomed in plan], "bytes": size})
+        deleted = [{**fields_of(doomed), "newest": bool(doomed.newest)} for doomed in plan]
+        document = {"dry_run": dry_run, "deleted": deleted, "bytes": size}
+        print_json(document if error is None else {**document, **error_document(error)})
+        return
+    if not plan and error is not None:
         return
     if not plan:
         console().print("no checkpoint matches: nothing was deleted")
@@ -69,15 +90,3 @@ def _tell(plan: Sequence[Doomed], json: bool, *, dry_run: bool) -> None:
     show_table(shown)
     what = "would be deleted" if dry_run else "deleted"
     console().print(f"{len(plan)} {what}, {format_bytes(size)}")
-
-
-def _document(doomed: Doomed) -> dict[str, Any]:
-    return {
-        "step": doomed.step,
-        "name": doomed.name,
-        "tier": doomed.tier,
-        "path": doomed.path,
-        "bytes": doomed.size_bytes,
-        "newest": doomed.newest,
-        "committed": doomed.committed,
-    }

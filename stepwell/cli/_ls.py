@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stepwell import listing, refs
 from stepwell.checkpoint import Checkpoint
-from stepwell.cli._output import clean, console, print_json, show_table, table
+from stepwell.cli._output import clean, console, fields_of, print_json, show_table, table
 from stepwell.errors import CheckpointNotFound
 from stepwell.listing import Here, RunListing
 from stepwell.places import look_up, run_whole, site_config
@@ -56,7 +56,7 @@ def _list(path: str) -> Listed:
 def _document(one: Listed) -> dict[str, Any]:
     if isinstance(one, tuple):
         folder, found = one
-        return {"kind": "folder", "path": folder, "found": [_here_document(here) for here in found]}
+        return {"kind": "folder", "path": folder, "found": [fields_of(here) for here in found]}
     return {
         "kind": "run",
         "run": one.run,
@@ -66,18 +66,6 @@ def _document(one: Listed) -> dict[str, Any]:
         "unreadable": [{"name": name, "why": why} for name, why in one.unreadable.items()],
         "debris": debris_documents(one.debris),
         "absent": one.absent,
-    }
-
-
-def _here_document(here: Here) -> dict[str, Any]:
-    return {
-        "kind": here.kind,
-        "path": here.path,
-        "bytes": here.size_bytes,
-        "checkpoints": here.checkpoints,
-        "unfinished": here.unfinished,
-        "newest_step": here.newest_step,
-        "newest_at": here.newest_at,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -29,6 +30,7 @@ INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 _WIDE = 4000
 
 _debug = bool(os.environ.get("STEPWELL_DEBUG"))
+_printed = False  # whether this command's one JSON document is on stdout
 
 
 def set_debug() -> None:
@@ -41,42 +43,70 @@ def set_debug() -> None:
 
 
 def reported(command: Callable[P, T]) -> Callable[P, T]:
-    """A command whose errors are told in one line on stderr: exit code 1, or 130 if it was interrupted."""
+    """A command whose errors are told in one line on stderr: exit code 1, or 130 if it was interrupted.
+
+    With `--json` stdout then has `error_document`, unless the command has printed a document of its own.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        global _printed
+        _printed = False
         try:
             result = command(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as it is where the shell has closed it
+                sys.stdout.flush()
             return result
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
-        except KeyboardInterrupt:
-            say("interrupted; nothing half done is left")
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # whoever read has had enough
-            with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:
+            _drop_output()
             raise typer.Exit(1) from None
-        except Exception as error:
+        except (KeyboardInterrupt, Exception) as error:
             tell(error)
-            raise typer.Exit(1) from None
+            if kwargs.get("json") and not _printed:
+                try:
+                    print_json(error_document(error))
+                except OSError:  # stdout may be what failed
+                    _drop_output()
+            raise typer.Exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
 
     return wrapped
 
 
-def tell(error: Exception) -> None:
+def _drop_output() -> None:
+    """Whoever read has had enough: what is still buffered must not fail once more at exit."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def tell(error: BaseException) -> None:
     """One line on stderr, or the traceback if that was asked for."""
-    if _debug:
+    if isinstance(error, KeyboardInterrupt):
+        say(text_of(error))
+    elif _debug:
         traceback.print_exception(error)
-        return
-    if isinstance(error, StepwellError):
-        text = str(error)
-    elif isinstance(error, OSError):
-        text = f"{error.strerror or error}" + (f" (path {os.fsdecode(error.filename)})" if error.filename else "")
     else:
-        text = f"internal error: {type(error).__name__}: {error}. stepwell --debug shows where; please report it"
-    say(f"error: {text}")
+        say(f"error: {text_of(error)}")
+
+
+def error_document(error: BaseException) -> dict[str, Any]:
+    """What went wrong, for programs."""
+    where = error.where if isinstance(error, StepwellError) else {}
+    told = {"kind": type(error).__name__, "text": text_of(error), "where": {k: str(v) for k, v in where.items()}}
+    return {"error": told}
+
+
+def text_of(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return "interrupted again before all was cleaned up; stepwell ls shows what is left"
+        return str(error) or "interrupted; nothing half done is left"
+    if isinstance(error, StepwellError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" (path {os.fsdecode(error.filename)})" if error.filename else "")
+    return f"internal error: {type(error).__name__}: {error}. stepwell --debug shows where; please report it"
 
 
 def say(text: str) -> None:
@@ -126,9 +156,18 @@ def show_table(made: Table) -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     """One document: what is not a number in JSON is null, and everything is ASCII whatever the locale."""
-    json.dump(_plain(document), sys.stdout, indent=2, ensure_ascii=True, allow_nan=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    global _printed
+    text = json.dumps(_plain(document), indent=2, ensure_ascii=True, allow_nan=False)
+    _printed = True
+    if sys.stdout is not None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """A dataclass's fields as they stand in a document: by their names, its size as `bytes`."""
+    names = [field.name for field in dataclasses.fields(record)]
+    return {"bytes" if name == "size_bytes" else name: getattr(record, name) for name in names}
 
 
 def _plain(value: Any) -> Any:

@@ -90,7 +90,7 @@ def _print(inside: Inside, listed: dict[int, list[Tensor]]) -> None:
         ("step", checkpoint.step),
         ("run", f"{checkpoint.run} (id {manifest.run_id})"),
         ("made", f"{made} (age: {age(checkpoint.made)})"),
-        ("state", state_of(checkpoint) + (f", without {', '.join(manifest.absent)}" if manifest.absent else "")),
+        ("state", _state(inside)),
         ("size", format_bytes(checkpoint.size)),
         ("ranks", ranks),
         *((f"on {tier}", folder) for tier, folder in inside.folders.items()),
@@ -105,6 +105,11 @@ def _print(inside: Inside, listed: dict[int, list[Tensor]]) -> None:
     _print_files(inside.files.items())
     for tensors in listed.values():
         _print_tensors(tensors)
+
+
+def _state(inside: Inside) -> str:
+    absent = f", without {', '.join(inside.manifest.absent)}" if inside.manifest.absent else ""
+    return state_of(inside.checkpoint) + absent + (", but damaged: see stepwell verify" if inside.wrong else "")
 
 
 def _print_parts(inside: Inside) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from stepwell.cli._ls import debris_documents
-from stepwell.cli._output import clean, console, print_json, progress, tell
+from stepwell.cli._output import clean, console, print_json, progress, tell, text_of
 from stepwell.errors import StepwellError
 from stepwell.units import format_bytes, format_duration
 from stepwell.verifying import Problem, Report, Verified, verify
@@ -19,17 +19,17 @@ def run(refs: list[str], json: bool) -> None:
     """Ends with exit code 1 if anything is bad, or if one of the references could not be checked."""
     began = time.monotonic()
     reports: list[Report] = []
-    failed: dict[str, StepwellError] = {}
+    failed: dict[str, StepwellError | OSError] = {}
     with progress("verifying") as bar:
         for ref in refs:
             try:
                 reports.append(verify(ref, bar))
-            except StepwellError as error:
+            except (StepwellError, OSError) as error:
                 failed[ref] = error
     good = not failed and not any(report.problems for report in reports)
     if json:
         documents = [_document(report) for report in reports]
-        errors = [{"ref": ref, "error": str(why)} for ref, why in failed.items()]
+        errors = [{"ref": ref, "error": text_of(why)} for ref, why in failed.items()]
         print_json({"ok": good, "refs": documents, "failed": errors})
     else:
         for report in reports:
@@ -45,29 +45,29 @@ def _document(report: Report) -> dict[str, Any]:
     return {
         "ref": report.ref,
         "ok": not report.problems,
-        "checked": [
-            {
-                "checkpoint": one.checkpoint,
-                "step": one.step,
-                "tier": one.tier,
-                "ok": not one.problems,
-                "checksums": one.checksums,
-                "files": one.files,
-                "checked_bytes": one.checked_bytes,
-                "problems": [
-                    {"file": p.file, "what": p.what, "block": p.block, "tensors": list(p.tensors)} for p in one.problems
-                ],
-                "strangers": one.strangers,
-            }
-            for one in report.checked
-        ],
+        "checked": [{"checkpoint": one.checkpoint, "step": one.step, **_checked(one)} for one in report.checked],
+        "run": [{"run": one.checkpoint, **_checked(one)} for one in report.records],
         "debris": debris_documents(report.debris),
+    }
+
+
+def _checked(one: Verified) -> dict[str, Any]:
+    return {
+        "tier": one.tier,
+        "ok": not one.problems,
+        "checksums": one.checksums,
+        "files": one.files,
+        "checked_bytes": one.checked_bytes,
+        "problems": [
+            {"file": p.file, "what": p.what, "block": p.block, "tensors": list(p.tensors)} for p in one.problems
+        ],
+        "strangers": one.strangers,
     }
 
 
 def _print(report: Report) -> None:
     out = console()
-    for one in report.checked:
+    for one in (*report.checked, *(each for each in report.records if each.problems)):
         out.print(_line(one))
         for problem in one.problems:
             out.print(Text(f"  {_problem(problem)}", style="red"))
@@ -99,7 +99,7 @@ def _problem(problem: Problem) -> str:
 def _print_sum(reports: list[Report], seconds: float) -> None:
     checked = [one for report in reports for one in report.checked]
     size = sum(one.checked_bytes for one in checked)
-    bad = sum(bool(one.problems) for one in checked)
+    bad = sum(bool(one.problems) for report in reports for one in (*report.checked, *report.records))
     speed = f", {size / seconds / 1e9:.2f} GB/s" if size > 100 << 20 else ""
     many = "checkpoint" if len(checked) == 1 else "checkpoints"
     console().print(

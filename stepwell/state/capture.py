@@ -31,7 +31,7 @@ _ASKED_TOGETHER = 512
 class Snapshot:
     """What `capture` found. Refers to the live tensors and keeps them alive; copies none that is contiguous.
 
-    Until the sources' bytes have been copied, the state must not change.
+    Until the sources' bytes have been copied, the state must not change; after that, `let_go`.
     """
 
     plan: Plan
@@ -76,6 +76,10 @@ class Snapshot:
     def source(self, shard_index: int) -> ShardSource:
         """The bytes of one shard."""
         return ShardSource(self.plan.shards[shard_index], self.addresses, self.tensors)
+
+    def let_go(self) -> None:
+        """Keeps the tensors alive no longer; what `source` gave must not be read any more. The rest stays."""
+        self.tensors.clear()  # the sources share the list
 
 
 def capture(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from operator import itemgetter
-from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
@@ -91,32 +90,27 @@ class Plan:
 
 
 class PlanCache:
-    """The plans of the last few structures. Safe to share between threads.
+    """The plans of the last few structures. Safe to share between threads, and with a signal handler that saves
+    while a save is being planned: there is no lock, and at worst a plan is made twice.
 
     Looked through one by one: comparing two structures costs less than hashing one, and most differ at once.
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._plans: list[Plan] = []  # newest last
+        self._plans: tuple[Plan, ...] = ()  # newest last; replaced, never changed
 
     def known(self, structure: Structure) -> Structure:
         """The equal structure of a kept plan, with what it has worked out already; else the one given."""
-        with self._lock:
-            return next((plan.structure for plan in reversed(self._plans) if plan.structure == structure), structure)
+        return next((plan.structure for plan in reversed(self._plans) if plan.structure == structure), structure)
 
     def plan(self, structure: Structure, aliases: Aliases) -> Plan:
         """The plan kept for exactly this structure, as `known` returned it, or a new one."""
-        with self._lock:
-            for plan in self._plans:
-                if plan.structure is structure and plan.aliases == aliases:
-                    self._plans.remove(plan)
-                    self._plans.append(plan)
-                    return plan
-        made = make_plan(structure, aliases)
-        with self._lock:
-            self._plans = [*self._plans, made][-PLANS_MAX:]
-        return made
+        plans = self._plans
+        found = next((plan for plan in plans if plan.structure is structure and plan.aliases == aliases), None)
+        if found is None:
+            found = make_plan(structure, aliases)
+        self._plans = (*(plan for plan in plans if plan is not found), found)[-PLANS_MAX:]
+        return found
 
 
 def make_plan(structure: Structure, aliases: Aliases) -> Plan:

@@ -66,15 +66,15 @@ class InPlaceProvider(Provider, Protocol):
 
 @dataclass(frozen=True)
 class Replicated:
-    """Marks a value as equal on all ranks: it is stored once."""
+    """Marks a value as equal on all ranks. It is recorded; every rank still stores its copy."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """Marks a value as each rank's own. on_resize(values of all saved ranks, rank, world) makes this rank's
-    value when the world size changed."""
+    """Marks a value as each rank's own. on_resize(values of all saved ranks, rank, world) shall make this rank's
+    value when the world size changed; it is not called yet, since restores at another world size raise."""
 
     value: Any
     on_resize: Callable[[list[Any], int, int], Any] | None = None

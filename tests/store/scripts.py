@@ -58,7 +58,7 @@ class Scripts:
         command = [sys.executable, "-c", _MAIN]
         self._main = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def run(self, code: str, *arguments: object, timeout_s: float = 30, terminal: bool = False) -> Ended:
+    def run(self, code: str, *arguments: object, timeout_s: float = 60, terminal: bool = False) -> Ended:
         """terminal: stderr is a terminal. Raises AssertionError with what was said if it takes too long."""
         self._count += 1
         out = self._folder / f"{self._count}.out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("way", ENDS)
-def test_the_newest_save_outlives_the_script(tmp_path: Path, scripts: Scripts, way: str) -> None:
+def test_B8_the_newest_save_outlives_the_script(tmp_path: Path, scripts: Scripts, way: str) -> None:
     """Cases B8 and B9."""
     code, status = ENDS[way]
     ended = scripts.run(OPEN + code, tmp_path)
@@ -63,7 +64,7 @@ def test_the_newest_save_outlives_the_script(tmp_path: Path, scripts: Scripts, w
 @pytest.mark.slow
 def test_a_script_of_its_own_ends_as_well(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "dev", "-c", OPEN + "store.save(1, state)", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     ours = [line for line in done.stderr.splitlines() if "stepwell" in line]  # torch warns in this mode, too
     assert done.returncode == 0 and ours == [], done.stderr
     assert torch.equal(stepwell.load(tmp_path / "run")["w"], torch.arange(3_000_000))
@@ -91,7 +92,7 @@ def test_B9_again_and_again(tmp_path: Path, scripts: Scripts, way: str) -> None:
         (tmp_path / str(number)).mkdir()
         ended = scripts.run(OPEN + AGAIN[way], tmp_path / str(number))
         assert (ended.status, ended.err) == (0, ""), (number, ended)
-        assert ended.seconds < 5
+        assert ended.seconds < 20
         assert torch.equal(stepwell.load(tmp_path / str(number) / "run")["w"], torch.arange(3_000_000))
 
 
@@ -114,6 +115,13 @@ def interrupt_when(what):
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=work, daemon=True).start()
+
+def waits_in(function):
+    frame, names = sys._current_frames().get(threading.main_thread().ident), []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names[:1] == ["wait"] and function in names
 """
 )
 
@@ -130,7 +138,7 @@ def test_a_stuck_tier_holds_the_exit_up_only_so_long(tmp_path: Path, scripts: Sc
     code, status = STUCK_ENDS[way]
     ended = scripts.run(STUCK + code, tmp_path, 0.5)
     assert ended.status == status, ended.err
-    assert 0.5 < ended.seconds < 6
+    assert 0.5 < ended.seconds < 30
     lines = ended.err.strip().splitlines()
     assert len(lines) == 1, ended.err  # no terminal: no progress line
     for words in ("run run unfinished", "500 ms", "step 2 to far", "step 2 on near, step 1 on far", "next store"):
@@ -146,11 +154,16 @@ def test_a_failing_tier_is_told_at_the_exit(tmp_path: Path, scripts: Scripts) ->
 
 
 def test_the_exit_shows_one_progress_line_and_ctrl_c_abandons(tmp_path: Path, scripts: Scripts) -> None:
-    code = "interrupt_when(lambda: store.ending.closed and time.monotonic() > began + 1.5); began = time.monotonic()"
+    code = """
+from stepwell import ending
+shown, write_line = [], ending.write_line
+ending.write_line = lambda text: (write_line(text), shown.append(text))
+interrupt_when(lambda: shown)
+"""
     ended = scripts.run(STUCK + code, tmp_path, 100, terminal=True)
-    assert ended.status == 0 and ended.seconds < 8
-    assert "\r\x1b[Kstepwell: writing the newest checkpoint of run, 1 s (gives up in 1 min 4" in ended.err
-    assert "Ctrl-C abandons" in ended.err
+    assert ended.status == 0 and ended.seconds < 30
+    line = r"\r\x1b\[Kstepwell: writing the newest checkpoint of run, \d+ s \(gives up in 1 min \d+ s; Ctrl-C aband"
+    assert re.search(line, ended.err), ended.err
     after = ended.err.rpartition("\r\x1b[K")[2]
     assert after == (
         "stepwell: abandoned what was under way; newest checkpoint of run run: step 2 on near, step 1 on far\r\n"
@@ -158,21 +171,24 @@ def test_the_exit_shows_one_progress_line_and_ctrl_c_abandons(tmp_path: Path, sc
     assert "Traceback" not in ended.err and ended.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("where", ["store.close()", "store.save(3, state).wait('far')", "with store: time.sleep(60)"])
+@pytest.mark.parametrize("where", ["store.close()", "save.wait('far')", "with store: threading.Event().wait()"])
 def test_the_second_ctrl_c_abandons(tmp_path: Path, scripts: Scripts, where: str) -> None:
     """The first one ends the script; it is waited for what the script has saved."""
-    code = """
+    code = f"""
 interrupts = []
 def handler(*_):
-    interrupts.append(time.monotonic())
+    interrupts.append(1)
     raise KeyboardInterrupt
 signal.signal(signal.SIGINT, handler)
-began = time.monotonic()
-interrupt_when(lambda: time.monotonic() > began + 0.3)
-interrupt_when(lambda: interrupts and time.monotonic() > interrupts[0] + 0.3)
+save = store.save(3, state)
+def hang():
+    {where}
+interrupt_when(lambda: waits_in("hang"))
+interrupt_when(lambda: interrupts and waits_in("wait_with_line"))
+hang()
 """
-    ended = scripts.run(STUCK + code + where, tmp_path, 100)
-    assert ended.status in (130, -2, 1) and ended.seconds < 8, ended.err
+    ended = scripts.run(STUCK + code, tmp_path, 100)
+    assert ended.status in (130, -2, 1) and ended.seconds < 30, ended.err
     assert ended.err.count("Traceback") == 1 and "KeyboardInterrupt" in ended.err, ended.err
     assert ended.err.count("abandoned what was under way; newest checkpoint of run run:") == 1
     assert "step 1 on far" in ended.err
@@ -180,9 +196,12 @@ interrupt_when(lambda: interrupts and time.monotonic() > interrupts[0] + 0.3)
 
 def test_after_one_ctrl_c_the_exit_finishes(tmp_path: Path, scripts: Scripts) -> None:
     code = """
-began = time.monotonic()
-interrupt_when(lambda: time.monotonic() > began + 0.2)
-threading.Timer(0.5, lambda: store._runtime.loop.call_soon_threadsafe(far.release)).start()
+interrupt_when(lambda: waits_in("close"))
+def release():
+    while not waits_in("wait_with_line"):
+        time.sleep(0.005)
+    store._runtime.loop.call_soon_threadsafe(far.release)
+threading.Thread(target=release, daemon=True).start()
 store.close()
 """
     ended = scripts.run(STUCK + code, tmp_path, 100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from stepwell.errors import NoGoodCheckpoint, SaveFailed, TierFull, TierUnavaila
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.memory import MemoryTier
+from tests.mounts import tmpfs
 
 
 def state(value: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
@@ -118,15 +118,8 @@ def test_what_is_found_is_restored_although_a_tier_is_away(tmp_path: Path) -> No
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
+    with tmpfs(tmp_path / "small", 96) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_keeps_the_older_checkpoint_and_saving_goes_on(small_disk: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,13 +135,18 @@ def test_damage_on_the_near_tier_is_healed_from_the_far_one(
             assert again is not None and again.healed == () and set(again.sources) == {"near"}
 
 
-def test_a_store_that_only_restores_repairs_nothing(tmp_path: Path) -> None:
-    """The run may belong to another writer: without its epoch nothing is written."""
+def damaged(tmp_path: Path) -> tuple[Path, bytes]:
+    """A checkpoint on both tiers, whose near copy has a bad shard: its path, and what is in it."""
     with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
         store.save(1, state(1)).wait("far")
     path = only(tmp_path / "near", "model.safetensors")
     flip(0.5)(path)
-    bad = path.read_bytes()
+    return path, path.read_bytes()
+
+
+def test_a_store_that_only_restores_repairs_nothing(tmp_path: Path) -> None:
+    """The run may belong to another writer: without its epoch nothing is written."""
+    path, bad = damaged(tmp_path)
     with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
         found = store.restore(blank())
         assert found is not None and found.healed
@@ -148,11 +154,7 @@ def test_a_store_that_only_restores_repairs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reader_heals_what_it_reads_and_repairs_nothing(tmp_path: Path) -> None:
-    with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
-        store.save(1, state(1)).wait("far")
-    path = only(tmp_path / "near", "model.safetensors")
-    flip(0.5)(path)
-    bad = path.read_bytes()
+    path, bad = damaged(tmp_path)
     tiers = [FileTier(tmp_path / name, name=name, read_only=True) for name in ("near", "far")]
     with stepwell.open(run="run", tiers=tiers, mode="r") as store:
         target = blank()
@@ -190,7 +192,6 @@ def test_the_same_block_bad_on_both_tiers_is_an_error_with_file_key_and_step(tmp
 
 
 def test_the_near_tier_can_be_lost_whole(tmp_path: Path) -> None:
-    import shutil
 
     with stepwell.open(run="run", tiers=two_tiers(tmp_path)) as store:
         store.save(1, state(1)).wait("far")

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 import stepwell
-from stepwell.ending import LEAVE_S
 from stepwell.errors import SaveFailed
 from stepwell.tiers.wrap import Fault
 from tests.store.helpers import ALWAYS, disk, eventually, host, release, state, steps
+
+#: what hangs in these tests would be waited for without end, or for minutes
+PROMPT_S = 20.0
 
 
 def _main_thread_waits_in(call: str) -> bool:
@@ -30,7 +32,10 @@ def _main_thread_waits_in(call: str) -> bool:
 
 @contextmanager
 def interrupted(call: str, when: Callable[[], object] = lambda: True) -> Iterator[None]:
-    """Ctrl-C while the block waits in `call` and `when` is true; it must leave the block within a second."""
+    """Ctrl-C while the block waits in `call` and `when` is true; it must leave the block.
+
+    Within a second, on a machine that is not busy: tests/cases/test_io.py.
+    """
     struck: list[float] = []
 
     def strike() -> None:
@@ -46,7 +51,7 @@ def interrupted(call: str, when: Callable[[], object] = lambda: True) -> Iterato
         yield
     left = time.monotonic()
     thread.join()
-    assert left - struck[0] < 1 + LEAVE_S  # at most: what abandons gives the run up
+    assert left - struck[0] < PROMPT_S
 
 
 def test_in_wait_the_save_goes_on(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ store.close()
 
 
 @pytest.mark.slow
-def test_a_forked_child_makes_its_own_engine(tmp_path: Path) -> None:
+def test_G8_a_forked_child_makes_its_own_engine(tmp_path: Path) -> None:
     """Case G8."""
     done = subprocess.run(
-        [sys.executable, "-c", FORK, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FORK, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
 

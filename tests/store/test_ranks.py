@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import stepwell
 from stepwell.format.records import Manifest, decode
-
-ROOT = Path(__file__).parents[2]
+from tests.jobs import ended
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist, stepwell
-folder, action, rank, world, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+folder, action = sys.argv[1:3]
 def state(value):
     return {"model": {f"rank{rank}.w": torch.full((400_000,), float(value * 10 + rank))}, "mine": rank, "step": value}
 with stepwell.open(folder.removesuffix("run") + "other/run") as store:  # another run of the same name in the same job
@@ -48,28 +41,18 @@ dist.destroy_process_group()
 """
 
 
-def job(folder: Path, action: str, world: int) -> list[subprocess.CompletedProcess[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(folder), action]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), port], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ
-        )
-        for rank in range(world)
-    ]
-    return [subprocess.CompletedProcess(p.args, p.wait(90), None, p.communicate()[1]) for p in started]
+def check(folder: Path, action: str) -> None:
+    """Two ranks do that; none may fail."""
+    for done in ended(SCRIPT, folder, action):
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
 def test_two_ranks_save_one_checkpoint_and_go_on_after_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "other").mkdir()
-    for done in job(folder, "save", 2):
-        assert done.returncode == 0, done.stderr[-3000:]
-    for done in job(folder, "again", 2):
-        assert done.returncode == 0, done.stderr[-3000:]
+    check(folder, "save")
+    check(folder, "again")
     steps = sorted(folder.glob("step-*"))
     assert [p.name for p in steps] == ["step-000000001.1-1", "step-000000002.1-2", "step-000000003.2-1"]
     manifest = decode((steps[-1] / "manifest.json").read_bytes(), Manifest)
@@ -84,19 +67,18 @@ def test_two_ranks_save_one_checkpoint_and_go_on_after_a_restart(tmp_path: Path)
 def test_a_checkpoint_that_one_rank_cannot_use_is_used_by_none(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "other").mkdir()
-    assert all(done.returncode == 0 for done in job(folder, "save", 2))
+    check(folder, "save")
     [shard] = folder.glob("step-000000002.*/model.rank00001-of-00002.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
-    for done in job(folder, "older", 2):
-        assert done.returncode == 0, done.stderr[-3000:]
+    check(folder, "older")
 
 
 @pytest.mark.slow
 def test_another_number_of_ranks_is_refused_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "other").mkdir()
-    assert all(done.returncode == 0 for done in job(folder, "save", 2))
+    check(folder, "save")
     with pytest.raises(stepwell.WorldChanged, match="2 ranks"):
         stepwell.load(folder)
-    [alone] = job(folder, "restore", 1)
+    [alone] = ended(SCRIPT, folder, "restore", world=1)
     assert alone.returncode != 0 and "WorldChanged" in alone.stderr and "2 ranks" in alone.stderr

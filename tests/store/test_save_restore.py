@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import stepwell
 from stepwell.errors import ConfigError, KeyMismatch, SaveFailed, StateError, StepExists, StoreClosed
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.memory import MemoryTier
+from tests.resources import still_alive
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -260,16 +262,12 @@ def test_a_failed_first_save_makes_the_next_call_raise(tmp_path: Path) -> None:
 
 
 def test_nothing_keeps_the_state_alive_after_a_save(store: stepwell.CheckpointStore) -> None:
-    import gc
-    import weakref
-
     tensor = torch.ones(10_000)
     watched = weakref.ref(tensor)
     store.save(1, {"w": tensor}).wait()
     store.restore({"w": torch.zeros(10_000)})
     del tensor
-    gc.collect()
-    assert watched() is None
+    assert still_alive([watched]) == []
 
 
 def test_calls_work_inside_a_running_event_loop(store: stepwell.CheckpointStore) -> None:
