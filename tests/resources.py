@@ -1,7 +1,7 @@
-"""Threads and open files of this process, for tests that nothing is left behind.
+"""Threads, open files and objects of this process, for tests that nothing is left behind.
 
 Counts are compared as limits, after waiting: an earlier test's thread may still be ending when a test takes its first
-count, and a daemon thread that was told to end needs a moment.
+count, and a daemon thread that was told to end needs a moment. So does the loop's thread to let go of what it did.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import contextlib
 import gc
 import os
 import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
 
 FILES = "/proc/self/fd"
 THREADS = "/proc/self/task"  # native threads too, which `threading` does not know
@@ -32,6 +35,18 @@ def comes_back_to(limit: tuple[int, int], *, spare: int = 0) -> bool:
             return True
         if time.monotonic() > deadline:
             return False
+        time.sleep(0.02)
+
+
+def still_alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    """The objects that are kept alive, although they had time to go."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        gc.collect()
+        objects = [thing for thing in (reference() for reference in references) if thing is not None]
+        if not objects or time.monotonic() > deadline:
+            return objects
+        objects.clear()
         time.sleep(0.02)
 
 

@@ -26,8 +26,9 @@ def demo(*options: str | Path, timeout: float = 100) -> subprocess.CompletedProc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_killed_in_a_save_and_in_a_flush_it_ends_like_the_run_without_interruption(tmp_path: Path) -> None:
-    done = demo(*SMALL, "--no-pretrained", "--dir", tmp_path)
+    done = demo(*SMALL, "--no-pretrained", "--dir", tmp_path, timeout=280)  # 30 s, and busy machines
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "ms into the save of step",
@@ -144,3 +145,22 @@ def test_a_difference_between_runs_is_told() -> None:
         "process 2 restored step 0, but step 1 was the newest",
         "tensor v",
     ]
+
+
+def test_a_kill_after_the_whole_flush_has_cut_off_nothing(tmp_path: Path) -> None:
+    from examples.demo.killed import Cut, _cut
+    from examples.demo.tiers import make_tiers
+
+    assert _cut(make_tiers(tmp_path, 1, 64, 1.0), "killed", 4) == Cut(4, 0, 0, 0, 0)
+
+
+def test_a_process_that_was_killed_before_its_first_checkpoint_leaves_none_to_restore() -> None:
+    from examples.demo.compare import different_runs
+    from examples.demo.killed import Attempt
+
+    losses = {1: (0.5).hex(), 2: (0.25).hex()}
+    digests = {"model/w": "0" * 64}
+    whole = Attempt(losses=losses, digests=digests, committed_step=2)
+    assert different_runs(whole, [Attempt(losses={1: losses[1]}), Attempt(losses=losses, digests=digests)]) == []
+    again = Attempt(losses=losses, digests=digests, restored={"step": 1})
+    assert "process 2 restored step 1, but step None" in different_runs(whole, [Attempt(), again])[0]

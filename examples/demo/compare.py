@@ -42,8 +42,9 @@ def different_runs(whole: Attempt, attempts: list[Attempt]) -> list[str]:
                 found.append(f"process {number}, step {step}: loss {values}")
     for number, (before, after) in enumerate(zip(attempts, attempts[1:], strict=False), 2):
         restored = None if after.restored is None else after.restored["step"]
-        if restored != before.committed_step:
-            found.append(f"process {number} restored step {restored}, but step {before.committed_step} was the newest")
+        newest = before.committed_step or None  # None: it was killed before its first checkpoint
+        if restored != newest:
+            found.append(f"process {number} restored step {restored}, but step {newest} was the newest")
     last = attempts[-1]
     if max(last.losses, default=0) != max(whole.losses):
         found.append(f"the resumed run ended at step {max(last.losses, default=0)}")

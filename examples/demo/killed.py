@@ -203,9 +203,9 @@ def kill_in_flush(training: Training, attempt: int, step: int, until: int, dice:
 
 def _cut(tiers: Tiers, run: str, step: int) -> Cut:
     flushed = max(tiers.committed("pfs", run), default=0)
-    sizes = {}
+    sizes: dict[int, tuple[int, int]] = {}
     for other, original in tiers.committed("nvme", run).items():
         if other > flushed:  # older ones are passed over
             sizes[other] = (shard_bytes(original), good_bytes(tiers.folder("pfs", run) / original.name, original))
-    waiting, there = (sum(numbers) for numbers in zip(*sizes.values(), strict=True))
-    return Cut(step, *sizes[step], waiting, there)
+    waiting, there = (sum(size[i] for size in sizes.values()) for i in (0, 1))
+    return Cut(step, *sizes.get(step, (0, 0)), waiting, there)  # zeros: the kill came too late, all is on the pfs

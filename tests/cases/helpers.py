@@ -40,7 +40,7 @@ def only_step(run: Path, step: int | None = None) -> Path:
     return folder
 
 
-def script(code: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def script(code: str, *arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a process of its own."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)

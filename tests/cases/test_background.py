@@ -5,11 +5,8 @@ B6 is in tests/store/test_failures.py as well, B8 and B9 are in tests/store/test
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,37 +17,39 @@ from stepwell.errors import SaveFailed, StepExists
 from stepwell.policies.evict import LRU
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
-from stepwell.tiers.wrap import Fault, Faulty, Throttled
+from stepwell.tiers.wrap import Fault, Faulty
 from tests.cases.helpers import ROOT, script
+from tests.jobs import WAIT_S, running
+from tests.store.helpers import ALWAYS, disk, host, release
 
 
 def test_B5_saves_overlap_on_a_slow_tier_and_each_is_whole(tmp_path: Path) -> None:
-    slow = Throttled(FileTier(tmp_path, name="disk"), 40e6, time.monotonic, asyncio.sleep)
-    arena = HostTier(LRU(), 16 << 20, chunk_bytes=1 << 20)
+    slow = disk(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)])
     weight = torch.zeros(1_000_000)
-    with stepwell.open(run="run", tiers=[arena, slow]) as store:
+    with stepwell.open(run="run", tiers=[host(), slow]) as store:
         saves = []
         for step in range(1, 6):
             weight.fill_(step)
             saves.append(store.save(step, {"w": weight}))
-        assert not saves[-1].done()
+        assert not any(save.done() for save in saves)
         with pytest.raises(StepExists, match="step 5 is not above the newest checkpoint, step 5"):
             store.save(5, {"w": weight})
+        release(slow)
         for save in saves:
             save.wait()
     for step in range(1, 6):
-        assert bool((stepwell.load(f"{tmp_path}/run@{step}")["w"] == step).all())
+        assert bool((stepwell.load(f"{tmp_path}/disk/run@{step}")["w"] == step).all())
 
 
 RANKS = """
-import os, sys, torch, torch.distributed as dist, stepwell
+import os
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.wrap import Fault, Faulty
-folder, what, rank, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+folder, what = sys.argv[1:3]
 tier = Faulty(FileTier(folder, name="disk"), [])
-store = stepwell.open(run="run", tiers=[tier], rank_timeout_seconds=2, exit_timeout=5)
+store = stepwell.open(run="run", tiers=[tier], rank_timeout_seconds=5, exit_timeout=5)
 state = {"w": torch.ones(100_000)}
+dist.barrier()
 store.save(1, state).wait()
 dist.barrier()
 if rank == 1:
@@ -76,20 +75,9 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["never comes", "is killed", "hangs"])
 def test_B23_the_rank_that_is_late_is_named(tmp_path: Path, what: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANKS, str(tmp_path), what, str(rank), port],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    # the first rank's store is the job's: it must end last, so the second one is told only after it has spoken
-    out, err = ranks[0].communicate(timeout=60)
-    ranks[1].communicate(timeout=60)
-    assert "rank 1" in out and "step 2" in out and "within 2 s" in out, out + err
+    with running(RANKS, tmp_path, what) as ranks:  # the second one may wait until the first one has spoken
+        out, err = ranks[0].communicate(timeout=WAIT_S)
+    assert "rank 1" in out and "step 2" in out and "within 5 s" in out, out + err
 
 
 def test_B23_a_save_of_one_rank_needs_no_peers(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from stepwell.errors import SaveFailed, StepExists, TierFull
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import ROOT, only_step
+from tests.mounts import tmpfs
 
 
 def state(value: float) -> dict[str, Any]:
@@ -103,16 +104,8 @@ def test_C6_times_say_nothing_about_order(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """64 MB of memory as a file system."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "stepwell-test", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    try:
+    with tmpfs(tmp_path / "small", 64) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def test_C10_a_full_disk_says_so_keeps_the_old_and_takes_the_next(small_disk: Path) -> None:

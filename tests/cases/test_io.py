@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,25 +16,17 @@ import stepwell
 from stepwell.tiers.base import ChunkIO
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import saved, script, shards, through
+from tests.mounts import mounted
 from tests.resources import comes_back_to, describe_files, in_use
+from tests.seccomp import FORBID_URING
 from tests.state.memory import assert_same
 
 #: argv: errno, folder. Forbids io_uring_setup in this process, then saves, restores and loads.
-UNDER_SECCOMP = r"""
-import ctypes, logging, struct, sys
+UNDER_SECCOMP = (
+    FORBID_URING
+    + """
+import logging
 logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-number = int(sys.argv[1])
-filter = b"".join(struct.pack("HBBI", *line) for line in [
-    (0x20, 0, 0, 0),                    # load the number of the call
-    (0x15, 0, 1, 425),                  # is it io_uring_setup?
-    (0x06, 0, 0, 0x00050000 | number),  # fail with errno
-    (0x06, 0, 0, 0x7FFF0000),           # allow
-])
-buffer = ctypes.create_string_buffer(filter)
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0                      # PR_SET_NO_NEW_PRIVS
-assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, filter
 import torch, stepwell
 weight = torch.arange(3_000_000)
 with stepwell.open(sys.argv[2]) as store:
@@ -48,6 +38,7 @@ with stepwell.open(sys.argv[2]) as store:
     assert torch.equal(target["w"], weight)
 assert torch.equal(stepwell.load(sys.argv[2])["w"], weight)
 """
+)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
@@ -79,21 +70,29 @@ def test_G3_odd_sizes_at_odd_offsets_are_exact(tmp_path: Path, engine: Any, dire
     assert shard.stat().st_size == 4096 + sum(SIZES)  # to the byte: no padding is left at the end
 
 
-INTERRUPT = """
-import os, signal, sys, threading, time, torch, stepwell
+OUT_AFTER = """
+import asyncio, os, signal, sys, threading, time, torch, stepwell
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.wrap import Throttled
-import asyncio
-tier = Throttled(FileTier(sys.argv[1], name="disk"), 8e6, time.monotonic, asyncio.sleep)
+
+def out_after(call):
+    sent = []
+    def strike():
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+    try:
+        threading.Timer(0.3, strike).start()
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic() - sent[0]
+"""
+
+INTERRUPT = """
+tier = Throttled(FileTier(sys.argv[1], name="disk"), 2e6, time.monotonic, asyncio.sleep)
 store = stepwell.open(tiers=[tier], run="run")
 store.save(1, {"w": torch.full((1000,), 1.0)}).wait()
-save = store.save(2, {"w": torch.full((10_000_000,), 2.0)})         # 5 seconds
-sent = []
-threading.Timer(0.3, lambda: (sent.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))).start()
-try:
-    save.wait()
-except KeyboardInterrupt:
-    print("out after", time.monotonic() - sent[0])
+save = store.save(2, {"w": torch.full((10_000_000,), 2.0)})         # 20 seconds
+print(min(out_after(save.wait) for _ in range(3)))
 assert not save.done()
 os._exit(0)                                                         # as a second Ctrl-C does
 """
@@ -101,9 +100,9 @@ os._exit(0)                                                         # as a secon
 
 def test_G6_ctrl_c_gets_out_of_a_wait_at_once_and_leaves_no_half_commit(tmp_path: Path) -> None:
     """A thousand signals a second during saves and restores: tests/store/test_processes.py."""
-    done = script(INTERRUPT, tmp_path)
+    done = script(OUT_AFTER + INTERRUPT, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.removeprefix("out after ")) < 1
+    assert float(done.stdout) < 1, "seconds, the best of three: other work on the machine only ever adds to it"
     assert stepwell.load(tmp_path / "run")["w"][0] == 1
     with stepwell.open(tmp_path / "run") as store:
         assert store.restore({"w": torch.zeros(1000)}) is not None
@@ -112,18 +111,10 @@ def test_G6_ctrl_c_gets_out_of_a_wait_at_once_and_leaves_no_half_commit(tmp_path
 
 
 INTERRUPTED_RESTORE = """
-import asyncio, os, signal, sys, threading, time, torch, stepwell
-from stepwell.tiers.file import FileTier
-from stepwell.tiers.wrap import Throttled
-tier = Throttled(FileTier(sys.argv[1], name="disk"), 8e6, time.monotonic, asyncio.sleep)
+tier = Throttled(FileTier(sys.argv[1], name="disk"), 2e6, time.monotonic, asyncio.sleep)
 target = {"w": torch.zeros(10_000_000)}
-sent = []
 with stepwell.open(tiers=[tier], run="run", mode="r") as store:
-    threading.Timer(0.3, lambda: (sent.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))).start()
-    try:
-        store.restore(target)                                         # would take 5 seconds
-    except KeyboardInterrupt:
-        print("out after", time.monotonic() - sent[0])
+    print(min(out_after(lambda: store.restore(target)) for _ in range(3)))  # would take 20 seconds
 with stepwell.open(sys.argv[1] + "/run", mode="r") as store:          # again
     store.restore(target)
 assert bool((target["w"] == 2).all())
@@ -132,9 +123,9 @@ assert bool((target["w"] == 2).all())
 
 def test_G6_ctrl_c_gets_out_of_a_restore_which_can_be_repeated(tmp_path: Path) -> None:
     saved(tmp_path / "run", {"w": torch.full((10_000_000,), 2.0)})
-    done = script(INTERRUPTED_RESTORE, tmp_path)
+    done = script(OUT_AFTER + INTERRUPTED_RESTORE, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.removeprefix("out after ")) < 1
+    assert float(done.stdout) < 1
 
 
 def test_G7_completions_out_of_order_reach_the_right_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +198,11 @@ def test_G11_waiting_in_a_coroutine_costs_the_same_few_operations(
 @pytest.fixture(params=["plain", "direct_io"])
 def fuse(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A pass-through file system in user space; with direct_io the kernel caches nothing and refuses shared mmap."""
-    if shutil.which("bindfs") is None:
-        pytest.skip("bindfs is not installed")
-    behind, point = tmp_path / "behind", tmp_path / "point"
+    behind = tmp_path / "behind"
     behind.mkdir()
-    point.mkdir()
     options = ["-o", "direct_io"] if request.param == "direct_io" else []
-    mounted = subprocess.run(["bindfs", *options, behind, point], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting is refused: {mounted.stderr.strip()}")
-    try:
+    with mounted(["bindfs", *options, behind, tmp_path / "point"], tmp_path / "point") as point:
         yield point
-    finally:
-        subprocess.run(["umount", point], check=True)
 
 
 def test_G10_a_file_system_in_user_space(fuse: Path) -> None:
@@ -275,9 +258,9 @@ def test_G12_event_loops_leave_nothing(tmp_path: Path) -> None:
 IMPORT = """
 import sys, time
 import torch, numpy
-began = time.perf_counter()
+began = time.process_time()
 import stepwell
-seconds = time.perf_counter() - began
+seconds = time.process_time() - began
 import os, threading
 assert not torch.cuda.is_initialized()
 assert threading.active_count() == 1, threading.enumerate()
@@ -298,7 +281,7 @@ print(seconds)
 def test_G14_importing_is_quick_starts_nothing_and_touches_no_gpu(tmp_path: Path) -> None:
     done = script(IMPORT, tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 2, "seconds beyond torch; some 0.2 when nothing else runs"
+    assert float(done.stdout) < 2, "seconds of CPU beyond torch; some 0.2 when nothing else runs"
 
 
 WITHOUT = """

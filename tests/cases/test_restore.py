@@ -1,4 +1,4 @@
-"""Cases D1 to D17: strictness, prefixes, half-applied restores, memory, safety, and going down the tiers."""
+"""Cases D3 to D17: strictness, prefixes, half-applied restores, memory, safety, and going down the tiers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from stepwell.format.safetensors import encode_header, parse_header
 from stepwell.tiers.base import ChunkIO
 from stepwell.tiers.file import FileTier
 from tests.cases.helpers import only_step, saved, shards, stored_bytes, through
+from tests.resources import still_alive
 from tests.state.memory import assert_same, raw
 
 
@@ -243,8 +243,7 @@ def test_A13_a_save_keeps_no_graph_alive(tmp_path: Path) -> None:
         store.save(1, {"model": {"y": result}}).wait()
         expected = result.detach().clone()
         del middle, result
-        gc.collect()
-        assert alive() is None
+        assert still_alive([alive]) == []
     loaded = stepwell.load(tmp_path / "run", part="model")["y"]
     assert loaded.grad_fn is None and torch.equal(loaded.detach(), expected)
 

@@ -67,7 +67,7 @@ def test_nothing_is_replaced(cli: Cli, run: Path, target: Path) -> None:
     before = tree(target)
     for ref in (f"{run}@2", f"{run}@1..2"):  # of the range nothing is copied either
         answer = cli("cp", ref, target, "--json")
-        assert answer.code == 1 and answer.out == "" and "step 2 is there already" in answer.err
+        assert answer.code == 1 and answer.json["copied"] == [] and "step 2 is there already" in answer.err
     assert tree(target) == before
 
 

@@ -113,7 +113,7 @@ def test_an_empty_folder_is_no_error(cli: Cli, tmp_path: Path) -> None:
 def test_what_is_not_there_is_an_error_on_stderr_only(cli: Cli, tmp_path: Path) -> None:
     for options in ([], ["--json"]):
         answer = cli("ls", tmp_path / "nothing", *options)
-        assert answer.code == 1 and answer.out == ""
+        assert answer.code == 1 and (list(answer.json) == ["error"] if options else answer.out == "")
         assert answer.err.startswith("stepwell: error: no such file or folder") and answer.err.count("\n") == 1
 
 

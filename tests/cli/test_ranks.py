@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,14 +10,10 @@ import pytest
 
 from stepwell.format.records import Manifest, decode, encode
 from tests.cli.helpers import Cli, flip, folder_of
-
-ROOT = Path(__file__).parents[2]
+from tests.jobs import ended
 
 SAVE = """
-import sys, torch, torch.distributed as dist, stepwell
-folder, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-with stepwell.open(folder) as store:
+with stepwell.open(sys.argv[1]) as store:
     store.save(4, {"model": {f"rank{rank}.w": torch.full((400_000,), float(rank))}, "mine": rank}).wait()
 dist.barrier()
 dist.destroy_process_group()
@@ -31,13 +23,8 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "run"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-W", "ignore", "-c", SAVE, str(folder)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = [subprocess.Popen([*command, str(rank), port], env=environ) for rank in range(2)]
-    assert [process.wait(90) for process in started] == [0, 0]
+    for done in ended(SAVE, folder):
+        assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 

@@ -68,7 +68,7 @@ def test_a_range_needs_one_checkpoint(cli: Cli, run: Path) -> None:
 def test_a_reference_to_nothing_says_what_there_is(cli: Cli, run: Path) -> None:
     for select in ("@7", "@nothing", "@best:acc"):
         answer = cli("show", f"{run}{select}", "--json")
-        assert answer.code == 1 and answer.out == "" and "1, 2" in answer.err
+        assert answer.code == 1 and "1, 2" in answer.json["error"]["text"] and "1, 2" in answer.err
 
 
 def test_a_damaged_manifest_hides_no_tag(cli: Cli, run: Path) -> None:

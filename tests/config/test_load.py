@@ -6,9 +6,11 @@ import pytest
 
 from stepwell.config import Config, find_config, load_config
 from stepwell.schema import Capacity, Evict, Retain
+from tests.config.examples import NVME
 
 #: the example of the design, reduced to what exists
-EXAMPLE = """\
+EXAMPLE = (
+    """\
 max_unsaved = "1h"
 
 [[tier]]
@@ -18,14 +20,9 @@ capacity = "25%"                 # of the job's cgroup, per node; or "64GiB"
 shared = false
 evict = { policy = "lru" }
 
-[[tier]]
-name = "nvme"
-driver = "file"
-path = "/local/$USER"
-capacity = "400GiB"
-survives = "reboot"
-retain = { last = 3 }
-
+"""
+    + NVME
+    + """
 [[tier]]
 name = "pfs"
 driver = "pfs"
@@ -35,6 +32,7 @@ retain = { last = 5 }
 bandwidth = "20GB/s"
 timeout = "1min 30s"
 """
+)
 
 
 def load(folder: Path, text: str, **environ: str) -> Config:

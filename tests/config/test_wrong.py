@@ -9,11 +9,13 @@ import pytest
 from stepwell.building import Node, build
 from stepwell.config import find_config, load_config
 from stepwell.errors import ConfigError
+from tests.config.examples import NVME
 
 ENVIRON = {"USER": "ann", "PROJECT": "p1", "EMPTY": ""}
 NODE = Node(local_ranks=4, limit_bytes=1 << 40)
 
-GOOD = """\
+GOOD = (
+    """\
 max_unsaved = "1h"
 block_timeout = "2min"
 
@@ -23,14 +25,9 @@ driver = "host"
 capacity = "25%"
 evict = "lru"
 
-[[tier]]
-name = "nvme"
-driver = "file"
-path = "/local/$USER"
-capacity = "400GiB"
-survives = "reboot"
-retain = { last = 3 }
-
+"""
+    + NVME
+    + """
 [[tier]]
 name = "pfs"
 driver = "pfs"
@@ -40,6 +37,7 @@ retain = { last = 5 }
 bandwidth = "20GB/s"
 timeout = "30s"
 """
+)
 
 HOST = '[[tier]]\nname = "host"\ndriver = "host"\n'
 MEMORY = '[[tier]]\nname = "m"\ndriver = "memory"\n'

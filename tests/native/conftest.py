@@ -11,7 +11,7 @@ import pytest
 
 from stepwell.native import Done, Engine, Job, Region, probe_uring
 
-WAIT_SECONDS = 60.0  # a hang is a failure, not a wait
+WAIT_SECONDS = 100.0  # a hang is a failure, not a wait
 
 Run = Callable[[Engine, Sequence[Job]], list[Done]]
 MakeEngine = Callable[..., Engine]

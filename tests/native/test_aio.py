@@ -70,7 +70,7 @@ def test_cancelled_wait_leaves_the_job_and_its_memory_alone(
             await asyncio.sleep(0)
         aio.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 60))
     assert bytes(region.view(0, 10)) == b"came later"
 
 
@@ -114,7 +114,7 @@ def test_engine_closed_under_a_waiter(backend: str) -> None:
         assert (await waiting).result == -errno.ECANCELED
         aio.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_side_closed_first_cancels_its_futures(engine: Engine) -> None:

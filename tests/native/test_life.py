@@ -20,27 +20,17 @@ import pytest
 
 from stepwell.native import Done, Engine, Job, Op, Region, Ticket, probe_uring
 from tests.resources import comes_back_to, describe_files, in_use
+from tests.seccomp import FORBID_URING
 
 Run = Callable[[Engine, list[Job]], list[Done]]
 
 #: argv: errno, JSON of sys.path. Forbids io_uring_setup in itself, then writes and reads a file.
-UNDER_SECCOMP = r"""
-import ctypes, json, os, select, struct, sys
-number = int(sys.argv[1])
+UNDER_SECCOMP = (
+    FORBID_URING
+    + """
+import json, os, select
 sys.path[:] = json.loads(sys.argv[2])
 from stepwell.native import Engine, Job, Op, Region, probe_uring
-setup_call = 425  # the same on all architectures
-filter = b"".join(struct.pack("HBBI", *line) for line in [
-    (0x20, 0, 0, 0),                    # load the number of the call
-    (0x15, 0, 1, setup_call),           # is it io_uring_setup?
-    (0x06, 0, 0, 0x00050000 | number),  # fail with errno
-    (0x06, 0, 0, 0x7FFF0000),           # allow
-])
-buffer = ctypes.create_string_buffer(filter)
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0                             # PR_SET_NO_NEW_PRIVS
-assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0         # PR_SET_SECCOMP, filter
 answer = {"probe": probe_uring()}
 try:
     Engine("no", backend="io_uring")
@@ -51,17 +41,18 @@ with Engine("fallback") as engine, Region(4096) as region:
     region.view(0, 5)[:] = b"hello"
     fd = os.memfd_create("file")
     engine.submit([Job(Op.WRITE, fd, region.address, 0, 5)])
-    select.select([engine.fileno()], [], [], 10)
+    select.select([engine.fileno()], [], [], 60)
     answer["result"] = engine.reap()[0].result
     answer["file"] = os.pread(fd, 10, 0).decode()
 print(json.dumps(answer))
 """
+)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_forbidden_io_uring_falls_back_and_says_why(number: int) -> None:
     command = [sys.executable, "-c", UNDER_SECCOMP, str(number), json.dumps(sys.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["kind"] == "threads"
@@ -137,7 +128,7 @@ def test_close_gives_up_on_what_hangs(region: Region) -> None:
         os.sched_yield()
     started = time.monotonic()
     assert not engine.close(timeout=0.05)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20  # the read never ends
     assert sys.getrefcount(job) > 2  # kept: the kernel may still write to its memory
     os.write(writing, b"0123456789")
     os.close(writing)
@@ -160,7 +151,7 @@ def test_forked_child_is_refused(backend: str, make_engine: Callable[..., Engine
         engine.close()  # leaves the parent's engine alone
         own = Engine("own", backend=backend)  # type: ignore[arg-type]
         own.submit([Job(Op.SYNC, fd)])
-        select.select([own.fileno()], [], [], 10)
+        select.select([own.fileno()], [], [], 60)
         works = [done.result for done in own.reap()] == [0] and own.close()
         os._exit(0 if refused == 3 and works else 1)
     assert os.waitpid(child, 0)[1] == 0
