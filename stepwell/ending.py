@@ -26,6 +26,7 @@ from stepwell.runtime import Runtime
 from stepwell.saving import Save
 from stepwell.settings import LONGEST_S
 from stepwell.units import format_duration
+from stepwell.waiting import done_within
 from stepwell.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Ending:
     def _close(self, limit_s: float) -> None:
         finishing = self._runtime.start(self._finish(limit_s))
         try:
-            concurrent.futures.wait([finishing], limit_s + _GRACE_S)
+            done_within(finishing, limit_s + _GRACE_S)
         except BaseException:
             finishing.cancel()
             raise
