@@ -18,9 +18,10 @@ from stepwell.checkpoint import Checkpoint
 from stepwell.clock import Clock, SystemClock
 from stepwell.describing import describe_all
 from stepwell.ending import Ending, open_stores
-from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StateError, StepExists, StoreClosed, WaitTimeout
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StateError, StoreClosed, WaitTimeout
 from stepwell.files import read_sidecars
 from stepwell.jobs import Job, current_job
+from stepwell.line import Line
 from stepwell.mover import Mover
 from stepwell.policies.base import Policy
 from stepwell.prefetching import Prefetch
@@ -65,9 +66,7 @@ class CheckpointStore:
         self._plans = PlanCache()
         self._calls = 0
         self._restores = 0
-        self._last_step: int | None = None  # highest step saved or found; None: not looked yet
-        self._rewind_to: int | None = None
-        self._line = 0  # restores and rewinds so far
+        self._line = Line(run)
         self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
         self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
@@ -155,7 +154,7 @@ class CheckpointStore:
     def _begin(self, save: Save) -> None:
         """Whatever interrupts this between two lines: `_leave` puts it right."""
         self._saves = [s for s in self._saves if not s.settled] + [save]
-        self._last_step, self._rewind_to = save.step, None
+        self._line.go_on(save.step)
         self._record.began(save)
         self.ending.newest = save
         save.running = self._runtime.start(self._writer.save(save))
@@ -198,10 +197,10 @@ class CheckpointStore:
             capture_seconds=self._clock.monotonic() - began,
             rewind_to=rewind_to,
             let_go=snapshot.let_go,
-            line=self._line,
+            line=self._line.number,
         )
         save = Save(order, self.tiers)
-        save.line_before = self._last_step, self._rewind_to
+        save.line_before = self._line.place
         return save
 
     def _check_writable(self) -> None:
@@ -210,27 +209,15 @@ class CheckpointStore:
 
     def _check_line(self, step: int) -> int | None:
         """The step to rewind to before saving `step`, if any."""
-        while self._saves and self._saves[-1].failed and (before := self._saves.pop().line_before) is not None:
-            self._last_step, self._rewind_to = before
-        if self._last_step is None:
+        self._line.take_back(self._saves)
+        if self._line.newest is None:
             try:
                 self._wait(self.catalog.refresh(), self._settings.block_timeout, "looking for its newest checkpoint")
             except WaitTimeout as error:
                 todo = "Some tier hangs; the next save is tried again"
                 raise SaveFailed(f"the checkpoint was skipped: {error}", todo=todo, step=step, run=self.run) from error
-            self._last_step = max((a.step for a in self.catalog.newest_first()), default=-1)
-        rewind_to, newest = self._rewind_to, self._last_step
-        if rewind_to is None:
-            if step <= newest:
-                raise StepExists(
-                    f"step {step} is not above the newest checkpoint, step {newest}",
-                    todo="restore() first, or rewind() to an older step, or save under another run name",
-                    run=self.run,
-                )
-            return None
-        if step <= rewind_to:
-            raise StepExists(f"step {step} is not above the step that was restored, {rewind_to}", run=self.run)
-        return rewind_to if rewind_to < newest else None
+            self._line.newest = max((a.step for a in self.catalog.newest_first()), default=-1)
+        return self._line.check(step)
 
     def rewind(self, step: SupportsIndex) -> None:
         """Starts a new timeline after `step`: later checkpoints stay loadable by number, but are abandoned.
@@ -246,11 +233,7 @@ class CheckpointStore:
     def _note_base(self, step: int) -> None:
         newest = max((a.step for a in self.catalog.newest_first()), default=step)
         with self._ordering:
-            self._line += 1
-            self._last_step = max(newest, self._last_step if self._last_step is not None else newest)
-            self._rewind_to = step
-            for save in self._saves:
-                save.line_before = None
+            self._line.go_back(step, newest, self._saves)
 
     # -- restoring -----------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 
 # -- Ctrl-C at any line --------------------------------------------------------------------------
 
-_OURS = ("store.py", "saving.py", "runtime.py", "ending.py")
+_OURS = ("store.py", "line.py", "saving.py", "runtime.py", "ending.py")
 
 
 class Strike:
