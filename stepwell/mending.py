@@ -66,6 +66,9 @@ class Mender:
                 continue
             if (attempt.folder, name) in self._busy or await self._is_good(target, key, shard):
                 continue
+            if not await self._is_whole_elsewhere(attempt, sources):
+                log.warning("%s on tier %s stays bad: no other tier has all parts of the checkpoint", key, name)
+                continue
             # the bad file may hold the only good bytes of a block that is bad elsewhere: it goes only after
             # every block of the other copies was found good
             await chain.mover.verify(sources, key, shard.size, shard.crcs())
@@ -75,6 +78,13 @@ class Mender:
             finally:
                 self._busy.discard((attempt.folder, name))
             log.warning("%s on tier %s was bad and has been written again", key, name)
+
+    async def _is_whole_elsewhere(self, attempt: Attempt, sources: Sequence[Tier]) -> bool:
+        """While one shard is written again the copy is not committed: a crash then takes its other parts, too."""
+        for tier in sources:
+            if not (await self._chain.catalog.manifest(attempt, tier)).absent:
+                return True
+        return False
 
     async def _is_good(self, tier: Tier, key: ShardKey, shard: ShardRecord) -> bool:
         """Whether what was wrong has passed: an error of the disk or the network, not of the bytes."""

@@ -15,7 +15,7 @@ from stepwell.chain import Chain, reserve
 from stepwell.errors import CheckpointGone, NotPlanned, RunBusy, StepwellError, StoreClosed, TierError, TierFull
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt, rank_file
-from stepwell.format.records import RankRecord
+from stepwell.format.records import RankRecord, ShardRecord
 from stepwell.jobs import Job
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
@@ -231,7 +231,9 @@ class RunWriter:
             if wanted <= there:
                 return
             wanted |= there
-            await self._make_way(attempt, tier)
+            await self._make_way(
+                attempt, tier, [s for s in record.shards if any(s.file in record.parts[p] for p in there)]
+            )
         files = {file for part in wanted for file in record.parts[part]}
         key = CheckpointKey(chain.run, attempt.folder)
         shards = [shard for shard in record.shards if shard.file in files]
@@ -264,8 +266,11 @@ class RunWriter:
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
         self._keep(self.steering.on(Committed(attempt.folder, tier.info.name)))
 
-    async def _make_way(self, attempt: Attempt, tier: Tier) -> None:
-        """Removes a partial copy, so that more parts can come: a manifest is never replaced."""
+    async def _make_way(self, attempt: Attempt, tier: Tier, shards: Sequence[ShardRecord]) -> None:
+        """Removes a partial copy, so that more parts can come: a manifest is never replaced.
+
+        shards: those that it has. Raises CorruptData, before anything is removed, if they are not good elsewhere.
+        """
         catalog = self._chain.catalog
         others = [await catalog.manifest(attempt, h.tier) for h in catalog.holdings[attempt] if h.tier is not tier]
         if self.owner.job.world > 1 or all(manifest.absent for manifest in others):
@@ -273,6 +278,10 @@ class RunWriter:
                 "only some parts of the checkpoint are there, and no other tier has all of them for this rank alone",
                 todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
             )  # fmt: skip
+        sources = [h.tier for h in catalog.holdings[attempt] if h.tier is not tier]
+        for shard in shards:
+            key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
+            await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
         await self.owner.writership.require(tier, attempt.step)
         catalog.remove(attempt, tier)
         await tier.drop([CheckpointKey(self._chain.run, attempt.folder)])

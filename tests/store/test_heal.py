@@ -200,3 +200,30 @@ def test_the_near_tier_can_be_lost_whole(tmp_path: Path) -> None:
         target = blank()
         found = store.restore(target)
         assert found is not None and set(found.sources) == {"far"} and equal(target, state(1))
+
+
+def test_a_copy_is_not_repaired_from_one_that_lacks_other_parts(tmp_path: Path) -> None:
+    """The repair ends the commit of the only copy of those parts: a crash in the middle would lose them."""
+    (tmp_path / "near").mkdir()
+    (tmp_path / "far").mkdir()
+
+    def tiers() -> list[Tier]:
+        return [FileTier(tmp_path / "near", name="near"), FileTier(tmp_path / "far", name="far")]
+
+    with stepwell.open(run="run", tiers=tiers(), policies=[]) as store:
+        store.save(1, state()).wait()
+        store.flush(1, "far", parts=["model"])
+    bad = tmp_path / "near" / "run" / "step-000000001.1-1" / "model.safetensors"
+    flip(0.9)(bad)
+    damaged = bad.read_bytes()
+    with stepwell.open(run="run", tiers=tiers(), policies=[]) as store:
+        target = blank()
+        found = store.restore(target)
+        assert found is not None and equal(target, state())
+        store.save(2, state(2)).wait()
+    assert bad.read_bytes() == damaged and (bad.parent / "manifest.json").exists()
+    with stepwell.open(run="run", tiers=tiers(), policies=[]) as store:
+        with pytest.raises(CorruptData, match="near"):  # nor is the partial copy removed to make way for a whole one
+            store.flush(1, "far")
+        target = blank()
+        assert store.restore(target, 1) is not None and equal(target, state())
