@@ -90,7 +90,7 @@ def test_paths_may_be_written_in_many_ways(cli: Cli, run: Path, monkeypatch: pyt
     monkeypatch.chdir(run.parent)
     monkeypatch.setenv("HOME", str(run.parent))
     monkeypatch.delenv("STEPWELL_CONFIG", raising=False)
-    for written in ("run", "run/", "./run", "~/run", "../root/run", str(run)):
+    for written in ("run", "run/", "./run", "~/" + run.name, f"../{run.parent.name}/run", str(run)):
         [listed] = cli("ls", written, "--json").json["listed"]
         assert len(listed["checkpoints"]) == 4, written
     assert cli("ls", "--json").json["listed"][0]["found"][0]["path"] == str(run)

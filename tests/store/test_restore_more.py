@@ -19,7 +19,7 @@ import stepwell
 from stepwell.errors import CheckpointGone, KeyMismatch, NoGoodCheckpoint, StoreClosed, TierFull, WaitTimeout
 from stepwell.format.names import Attempt
 from stepwell.prefetching import Prefetch
-from stepwell.reader import open_checkpoint
+from stepwell.reader import OpenCheckpoint, open_checkpoint
 from stepwell.runtime import Runtime
 from stepwell.tiers.base import CheckpointKey, RecordKey
 from stepwell.tiers.file import FileTier
@@ -148,15 +148,21 @@ def test_a_checkpoint_deleted_while_it_is_restored_is_whole_or_gone(
         assert bool((target["model"]["w"] == found.step).all())
 
 
+async def begun_to_open(store: stepwell.CheckpointStore) -> tuple[Attempt, asyncio.Task[OpenCheckpoint]]:
+    """The store's only checkpoint, and the task that opens it, which has made its first step."""
+    [attempt] = store.catalog.holdings
+    opening = asyncio.ensure_future(open_checkpoint(store.catalog, attempt, 0, 1))
+    await asyncio.sleep(0)
+    return attempt, opening
+
+
 def test_a_checkpoint_that_another_task_removes_from_the_catalog_is_gone_not_a_bug(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     with stepwell.open(run="run", tiers=[tier]) as store:
         store.save(1, state()).wait()
 
         async def scenario() -> None:
-            [attempt] = store.catalog.holdings
-            opening = asyncio.ensure_future(open_checkpoint(store.catalog, attempt, 0, 1))
-            await asyncio.sleep(0)
+            attempt, opening = await begun_to_open(store)
             store.catalog.remove(attempt, tier)
             await tier.drop([CheckpointKey("run", attempt.folder)])
             with pytest.raises(CheckpointGone):
@@ -171,9 +177,7 @@ def test_what_is_being_opened_is_not_deleted_by_retention(tmp_path: Path) -> Non
         store.save(1, state()).wait()
 
         async def scenario() -> None:
-            [attempt] = store.catalog.holdings
-            opening = asyncio.ensure_future(open_checkpoint(store.catalog, attempt, 0, 1))
-            await asyncio.sleep(0)
+            attempt, opening = await begun_to_open(store)
             assert store.catalog.reading[attempt] == 1
             await (await opening).close()
             assert store.catalog.reading[attempt] == 0

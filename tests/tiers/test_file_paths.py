@@ -50,13 +50,13 @@ def test_odd_names_of_runs_and_shards(tmp_path: Path) -> None:
     assert (tmp_path / "team" / "lr=1e-3 [a]" / "step 1" / "*.safetensors").read_bytes() == data_of(10)
 
 
-@pytest.mark.parametrize("spelling", ["~/root", "root", "root/", "./root//", "../{name}/root", "path"])
+@pytest.mark.parametrize("spelling", ["~/place", "place", "place/", "./place//", "../{name}/place", "path"])
 def test_one_place_in_many_spellings(tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    root = Path("root") if spelling == "path" else spelling.format(name=tmp_path.name)
+    root = Path("place") if spelling == "path" else spelling.format(name=tmp_path.name)
     save_and_load(root)
-    assert (tmp_path / "root" / SHARD_PATH).read_bytes() == data_of(5000)
+    assert (tmp_path / "place" / SHARD_PATH).read_bytes() == data_of(5000)
 
 
 def test_the_current_folder_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
