@@ -17,6 +17,8 @@ MANIFEST_PREFIX = "manifest"
 #: and those from which a later writer commits what a dead one left: gone durably before anything else, too, so that
 #: none comes back after a crash beside shards that were begun anew
 COMMIT_PREFIXES = (MANIFEST_PREFIX, "rank-")
+#: of a record that has not got its name yet
+TEMPORARY_SUFFIX = ".tmp"
 
 #: over NFS, a deleted file that a reader still has open; the server removes it later
 _OPEN_PREFIX = ".nfs"
@@ -130,6 +132,13 @@ def check_inside(root: str, path: str) -> None:
         raise OSError(errno.EXDEV, "a symbolic link leads out of the tier's root: nothing is deleted there", path)
 
 
+def check_something_to_commit(folder: str) -> None:
+    """Raises OSError(ENOENT) if nothing of a checkpoint is in its folder any more."""
+    with os.scandir(folder) as entries:
+        if not any(not entry.name.startswith((".", MANIFEST_PREFIX)) for entry in entries):
+            raise OSError(errno.ENOENT, "what it commits is gone: another process has deleted it", folder)
+
+
 def commits_first(names: Iterable[str]) -> list[str]:
     """Those of a folder's names that must go before all others, in their order: manifests first."""
     commits = [name for name in names if name.startswith(COMMIT_PREFIXES)]
@@ -146,18 +155,27 @@ def drop_folder(path: str) -> None:
     except FileNotFoundError:
         return
     try:
-        names = os.listdir(folder)
-        commits = commits_first(names)
-        for name in commits:
-            _unlink_at(folder, name)
-        if commits:
-            _sync_open_folder(folder)
-        for name in names:
-            if name not in commits:
-                _unlink_at(folder, name)
+        if _empty(folder):
+            _empty(folder)  # what a writer that was not told in time has put there meanwhile
     finally:
         os.close(folder)
     remove_if_empty(path)
+
+
+def _empty(folder: int) -> int:
+    """Deletes the files in an open folder; how many there were."""
+    names = os.listdir(folder)
+    commits = commits_first(names)
+    under_way = [name for name in names if name.endswith(TEMPORARY_SUFFIX)]  # without it the record does not arrive
+    first = dict.fromkeys((*under_way, *commits))
+    for name in first:
+        _unlink_at(folder, name)
+    if commits:
+        _sync_open_folder(folder)
+    for name in names:
+        if name not in first:
+            _unlink_at(folder, name)
+    return len(names)
 
 
 def _unlink_at(folder: int, name: str) -> None:

@@ -69,10 +69,17 @@ class InMemory(Tier):
             if self._books.reserved.get(each.shard) != each.size_bytes:
                 raise self._error(errno.EINVAL, "cannot commit: the shard is not reserved", each.shard)
             self._check_whole(each)
+        self._check_something_to_commit(record)
         for each in shards:
             self._books.commit(each.shard)
         self._records[record] = bytes(data)
         return True
+
+    def _check_something_to_commit(self, record: RecordKey) -> None:
+        folder, _, name = record.name.rpartition("/")
+        checkpoint = CheckpointKey(record.run, folder)
+        if name.startswith("manifest") and not (self._books.of(checkpoint) or self._records_of(checkpoint)):
+            raise tier_error(errno.ENOENT, f"Tier {self.info.name}: what it commits is gone", key=str(record))
 
     async def beat(self, record: RecordKey, data: bytes) -> None:
         self._check_open()
@@ -99,9 +106,12 @@ class InMemory(Tier):
             self._remove(shard)
 
     def _drop_records(self, checkpoint: CheckpointKey) -> None:
-        inside = f"{checkpoint.attempt}/"
-        for record in [each for each in self._records if each.run == checkpoint.run and each.name.startswith(inside)]:
+        for record in self._records_of(checkpoint):
             del self._records[record]
+
+    def _records_of(self, checkpoint: CheckpointKey) -> list[RecordKey]:
+        inside = f"{checkpoint.attempt}/"
+        return [each for each in self._records if each.run == checkpoint.run and each.name.startswith(inside)]
 
     # -- coming up -----------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import aiofiles
 
-from stepwell.tiers._folders import sync_folder
+from stepwell.tiers._folders import TEMPORARY_SUFFIX, sync_folder
 
 T = TypeVar("T")
 
@@ -46,14 +46,15 @@ async def _run(executor: Executor, call: Callable[..., T], *args: object) -> T:
     return await asyncio.get_running_loop().run_in_executor(executor, call, *args)
 
 
-async def publish(path: str, data: bytes, executor: Executor) -> bool:
+async def publish(path: str, data: bytes, executor: Executor, check: Callable[[], None] = lambda: None) -> bool:
     """Makes the record durable at `path`; False, and nothing changed, if something is there already.
 
+    check: called right before the record gets its name, raises OSError if it must not.
     When the folder cannot be made durable the record is taken back before the error is raised: nobody must
     see a commit that failed.
     """
     temporary = await _write_beside(path, data, executor, durable=True)
-    return await _run(executor, _place_durably, temporary, path)
+    return await _run(executor, _place_durably, temporary, path, check)
 
 
 async def replace(path: str, data: bytes, executor: Executor) -> None:
@@ -93,7 +94,7 @@ async def _opened(path: str, mode: Literal["rb", "xb"], executor: Executor) -> A
 async def _write_beside(path: str, data: bytes, executor: Executor, *, durable: bool) -> str:
     folder, name = os.path.split(path)
     # a short name of its own: the record's name may use up the file system's limit
-    temporary = os.path.join(folder, f".{name[:64]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = os.path.join(folder, f".{name[:64]}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
         async with _opened(temporary, "xb", executor) as file:
             await file.write(data)
@@ -113,9 +114,10 @@ def _unlink_quietly(path: str) -> None:
         pass  # debris with a name of its own; scan reports it
 
 
-def _place_durably(temporary: str, path: str) -> bool:
+def _place_durably(temporary: str, path: str, check: Callable[[], None]) -> bool:
     """In one call: between its steps an executor may refuse the next."""
     try:
+        check()
         created = _place_new(temporary, path)
     finally:
         _unlink_quietly(temporary)

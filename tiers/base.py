@@ -218,6 +218,7 @@ class Tier(ABC):
         When it returns True, shards and record outlive what `info.survives` says. The record is there
         whole or not at all, and never before the shards are durable. Returns False, changing nothing of
         it, if the record exists already: a record is never replaced. It is durable then, too; `shards` are not.
+        Raises TierError (ENOENT) for a manifest where nothing of its checkpoint is there (any more).
         """
 
     @abstractmethod

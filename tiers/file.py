@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -240,8 +241,7 @@ class FileTier(Tier):
                 await self._calls.call(_folders.sync_folder, os.path.dirname(path))
                 return False
             await self._writers.make_durable(shards, [self.layout.shard(each.shard) for each in shards])
-            await self._calls.call(_folders.make_folders, self.layout.root, os.path.dirname(path))
-            created = await _records.publish(path, data, self._calls.executor)
+            created = await self._publish(path, data)
         except OSError as error:
             raise self._errors.translate(error, "cannot commit", path) from error
         if created:
@@ -249,6 +249,15 @@ class FileTier(Tier):
                 del self._writers.files[each.shard]
                 self._books.commit(each.shard, -(-each.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         return created
+
+    async def _publish(self, path: str, data: bytes) -> bool:
+        folder, name = os.path.split(path)
+        if not name.startswith(_folders.MANIFEST_PREFIX):
+            await self._calls.call(_folders.make_folders, self.layout.root, folder)
+            return await _records.publish(path, data, self._calls.executor)
+        # who was overtaken may come so late that the next writer has deleted the checkpoint meanwhile
+        check = functools.partial(_folders.check_something_to_commit, folder)
+        return await _records.publish(path, data, self._calls.executor, check)
 
     async def abort(self, reservation: Reservation) -> None:
         await self._calls.finish(self._abort(reservation.shard))

@@ -53,6 +53,10 @@ class Model:
         checkpoint = self.shard(attempt, name).checkpoint
         shards = [each for shard, each in self.reserved.items() if shard.checkpoint == checkpoint]
         manifest = RecordKey(self.run, f"{checkpoint.attempt}/manifest.json")
+        if checkpoint not in self.manifests and not self.holds(checkpoint):
+            with pytest.raises(TierError):
+                await tier.commit(manifest, b"{}")
+            return
         done = await tier.commit(manifest, b"{}", shards=shards)
         assert done == (checkpoint not in self.manifests)
         self.manifests.add(checkpoint)
@@ -60,6 +64,9 @@ class Model:
             for each in shards:
                 del self.reserved[each.shard]
                 self.committed[each.shard] = self.written[each.shard]
+
+    def holds(self, checkpoint: CheckpointKey) -> bool:
+        return any(shard.checkpoint == checkpoint for shard in (*self.reserved, *self.committed))
 
     async def abort(self, tier: Tier, attempt: int, name: int, size: int) -> None:
         reservation = self.reserved.pop(self.shard(attempt, name), None)

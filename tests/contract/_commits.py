@@ -56,6 +56,20 @@ class CommitContract:
 
         perform(place, scenario)
 
+    def test_a_manifest_without_anything_to_commit_is_refused(self, place: Place) -> None:
+        """Whoever deletes a checkpoint need not fear the commit of a writer that has not heard of it."""
+
+        async def scenario(tier: Tier) -> None:
+            for _ in range(2):
+                with pytest.raises(TierError) as caught:
+                    await tier.commit(MANIFEST, b"{}")
+                assert caught.value.errno == errno.ENOENT
+                assert await tier.fetch(MANIFEST) is None and await found(tier) == set()
+                await save(tier, SHARD, data_of(10))
+                await tier.drop([CHECKPOINT])
+
+        perform(place, scenario)
+
     def test_a_record_that_is_not_there(self, place: Place) -> None:
         async def scenario(tier: Tier) -> None:
             assert await tier.fetch(MANIFEST) is None
@@ -66,9 +80,10 @@ class CommitContract:
 
     def test_an_empty_record_is_a_record(self, place: Place) -> None:
         async def scenario(tier: Tier) -> None:
-            assert await tier.commit(MANIFEST, b"")
-            assert await tier.fetch(MANIFEST) == b""
-            assert not await tier.commit(MANIFEST, b"x")
+            record = RecordKey("run", f"{CHECKPOINT.attempt}/rank-00000.json")
+            assert await tier.commit(record, b"")
+            assert await tier.fetch(record) == b""
+            assert not await tier.commit(record, b"x")
 
         perform(place, scenario)
 

@@ -75,6 +75,7 @@ class Medium:
         self.records: dict[RecordKey, Record] = {}
         self.watcher: Watcher | None = None
         self._ghosts: dict[Key, File | Record] = {}  # deleted, and not yet for good
+        self._temporaries: dict[object, tuple[str, str]] = {}  # records without a name yet -> (run, folder)
 
     def __repr__(self) -> str:
         return f"<Medium {self.name}: {len(self.files)} files, {len(self.records)} records>"
@@ -150,6 +151,28 @@ class Medium:
         if self.watcher is not None:
             self.watcher.published(self, record)
         return True
+
+    def write_beside(self, record: RecordKey) -> object:
+        """The file that is to become the record."""
+        temporary = object()
+        self._temporaries[temporary] = _folder(record)
+        return temporary
+
+    def may_publish(self, record: RecordKey, temporary: object) -> bool:
+        """False if somebody deleted the checkpoint meanwhile."""
+        folder = self._temporaries.pop(temporary, None)
+        if folder is None:
+            return False
+        if not record.name.rpartition("/")[2].startswith(MANIFEST_PREFIX):
+            return True
+        checkpoint = CheckpointKey(*folder)
+        return len(self.inside(checkpoint)) > sum(1 for _ in self._manifests(checkpoint))
+
+    def delete_from(self, checkpoint: CheckpointKey) -> list[Key]:
+        """What is to be deleted with a checkpoint; records that are only on their way are gone with this call."""
+        folder = checkpoint.run, checkpoint.attempt
+        self._temporaries = {key: where for key, where in self._temporaries.items() if where != folder}
+        return self.inside(checkpoint)
 
     def replace(self, record: RecordKey, data: bytes, node: str) -> None:
         """A heartbeat's way of writing."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stepwell.tiers.base import ChunkIO, Reservation
+from stepwell.tiers.base import ChunkIO, Lease, Reservation, ShardKey
 from tests.sim.medium import File, Token
 from tests.sim.weather import Trouble
 
@@ -47,3 +47,14 @@ class Flying:
 
     chunk: ChunkIO
     file: File
+
+
+class SimLease(Lease):
+    def __init__(
+        self, give_back: Callable[[Sequence[tuple[ShardKey, File]]], None], held: list[tuple[ShardKey, File]]
+    ) -> None:
+        self._give_back, self._held = give_back, held
+
+    async def close(self) -> None:
+        held, self._held = self._held, []
+        self._give_back(held)

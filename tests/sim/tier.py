@@ -45,7 +45,7 @@ from stepwell.tiers.base import (
 )
 from tests.sim.background import Background
 from tests.sim.medium import File, Medium, Token
-from tests.sim.parts import Dead, Flying, Memory, OpenShard, Weather
+from tests.sim.parts import Dead, Flying, Memory, OpenShard, SimLease, Weather
 from tests.sim.weather import Trouble
 
 #: what `close` waits for operations that hang
@@ -232,7 +232,10 @@ class SimTier(Background, Tier):
                 return await self._there_already(record)
             await self._sync(shards)
             self._torn(trouble, record)
+            temporary = self.medium.write_beside(record)
             await self._weather.pass_time()
+            if not self.medium.may_publish(record, temporary):
+                raise self._error(errno.ENOENT, "what it commits is gone", record)
             if not self.medium.publish(record, data, self.node):
                 return await self._there_already(record)
             await self._weather.pass_time()
@@ -310,12 +313,15 @@ class SimTier(Background, Tier):
             key = RecordKey(key.checkpoint.run, f"{key.checkpoint.attempt}/{key.name}")
         trouble = await self._begin(key)
         gone = [key] if isinstance(key, ShardKey) else self._books.of(key) if isinstance(key, CheckpointKey) else []
-        for each in self.medium.inside(key) if isinstance(key, CheckpointKey) else [key]:
-            commits = isinstance(each, RecordKey) and (each is key or "/manifest" in each.name or "/rank-" in each.name)
-            self.medium.remove(each, durable=commits)
-            if not commits:
-                self._torn(trouble, key)
-            await self._weather.pass_time()
+        for _ in range(2 if isinstance(key, CheckpointKey) else 1):
+            for each in self.medium.delete_from(key) if isinstance(key, CheckpointKey) else [key]:
+                commits = isinstance(each, RecordKey) and (
+                    each is key or "/manifest" in each.name or "/rank-" in each.name
+                )
+                self.medium.remove(each, durable=commits)
+                if not commits:
+                    self._torn(trouble, key)
+                await self._weather.pass_time()
         for shard in gone:
             async with self._locks.hold(shard):
                 self._discard(shard, keep=False)
@@ -349,9 +355,9 @@ class SimTier(Background, Tier):
         self._check_open()
         for shard in shards:
             check_shard(shard)
-        return await self._finish(self._lease(shards), _SimLease.close)
+        return await self._finish(self._lease(shards), SimLease.close)
 
-    async def _lease(self, shards: Sequence[ShardKey]) -> _SimLease:
+    async def _lease(self, shards: Sequence[ShardKey]) -> SimLease:
         trouble = await self._begin(shards)
         self._torn(trouble, shards)
         held: list[tuple[ShardKey, File]] = []
@@ -363,7 +369,7 @@ class SimTier(Background, Tier):
             held.append((shard, file))
         for shard, file in held:
             self._leased.setdefault(shard, []).append(file)
-        return _SimLease(self, held)
+        return SimLease(self.give_back, held)
 
     def _missing(self, shard: ShardKey) -> CheckpointGone | TierError:
         if self.medium.committed(shard.checkpoint):
@@ -409,12 +415,3 @@ class SimTier(Background, Tier):
     def usage(self) -> Usage:
         room = self.medium.room_bytes
         return self._books.usage(None if room is None else max(0, room - self.medium.used_bytes))
-
-
-class _SimLease(Lease):
-    def __init__(self, tier: SimTier, held: list[tuple[ShardKey, File]]) -> None:
-        self._tier, self._held = tier, held
-
-    async def close(self) -> None:
-        held, self._held = self._held, []
-        self._tier.give_back(held)

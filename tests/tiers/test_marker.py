@@ -89,7 +89,7 @@ def test_every_way_of_writing_marks(root: Path, first: str) -> None:
         if first == "reserve":
             await tier.reserve(SHARD, 10)
         elif first == "commit":
-            await tier.commit(MANIFEST, b"{}")
+            await tier.commit(RecordKey("run", "run.json"), b"{}")
         else:
             await tier.beat(BEAT, b"1")
 

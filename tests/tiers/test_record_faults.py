@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,53 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path, call: str, monkeypatch: 
 
     on(disk(tmp_path), scenario)
     assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
+
+
+def test_a_manifest_that_comes_while_its_checkpoint_is_deleted_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call of the commit the deletion meets."""
+    deleted_at: list[str] = []
+
+    def deleting(real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if not deleted_at:
+                deleted_at.append(name)
+                _folders.drop(str(tmp_path), str(tmp_path / "run" / CHECKPOINT.attempt), True)
+            return real(*args, **named)
+
+        return call
+
+    async def scenario(tier: FileTier) -> None:
+        record = RecordKey("run", f"{CHECKPOINT.attempt}/rank-00000.json")
+        for name in ("lexists", "fsync", "scandir", "link"):
+            del deleted_at[:]
+            reservation = await put(tier, SHARD, data_of(10))
+            assert await tier.commit(record, b"{}", shards=[reservation])
+            with monkeypatch.context() as patch:
+                where = os.path if name == "lexists" else os
+                patch.setattr(where, name, deleting(getattr(where, name), name))
+                with pytest.raises(TierError) as caught:
+                    await tier.commit(MANIFEST, b"{}")
+            assert deleted_at == [name] and caught.value.errno == errno.ENOENT
+            assert tree(tmp_path) == {"run"}
+
+    on(disk(tmp_path), scenario)
+
+
+def test_a_drop_deletes_the_manifest_that_arrives_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(tier: FileTier) -> None:
+        await save(tier, SHARD, data_of(10))
+
+        def arrive(folder: int) -> None:
+            monkeypatch.undo()
+            (tmp_path / "run" / MANIFEST.name).write_bytes(b"{}")
+
+        monkeypatch.setattr(_folders, "_sync_open_folder", arrive)
+        await tier.drop([CHECKPOINT])
+
+    on(disk(tmp_path), scenario)
+    assert tree(tmp_path) == {"run"}
 
 
 def test_a_record_whose_folder_cannot_be_synced_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

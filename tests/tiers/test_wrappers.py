@@ -12,7 +12,7 @@ import pytest
 
 from stepwell.errors import TierError, TierFull, TierUnavailable
 from stepwell.native import Ticket
-from stepwell.tiers.base import ChunkIO, Reservation, Tier
+from stepwell.tiers.base import ChunkIO, RecordKey, Reservation, Tier
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.wrap import Event, Fault, Faulty, Throttled, Traced
 from tests.contract.suite import MANIFEST, NEW, SHARD, Memory, chunks_of, data_of, get, put, save
@@ -179,11 +179,13 @@ def test_a_stall_lasts_until_its_release(operation: Any) -> None:
 
 
 def test_a_lost_answer_was_done_all_the_same() -> None:
+    record = RecordKey("run", "run.json")
+
     async def scenario(tier: Faulty) -> None:
         with pytest.raises(TierError):
-            await tier.commit(MANIFEST, b"{}")
-        assert await tier.fetch(MANIFEST) == b"{}"
-        assert not await tier.commit(MANIFEST, b"{}")
+            await tier.commit(record, b"{}")
+        assert await tier.fetch(record) == b"{}"
+        assert not await tier.commit(record, b"{}")
 
     on(Faulty(MemoryTier(), [Fault("commit", 1, "lost answer")]), scenario)
 
