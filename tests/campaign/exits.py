@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -54,6 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of each way to leave")
     parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
     args = parser.parse_args()
+    # whoever starts this in the background has SIGINT ignored, and so would the scripts that send it to themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="exits.") as scratch:
         result = run(Path(scratch), args.rounds)
     print(json.dumps(result))
