@@ -30,8 +30,8 @@ import stepwell
 from benchmarks import report
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
-from stepwell.policies.flush import FlushAll
-from stepwell.policies.retain import KeepLast
+from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.retain import Retain
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.pfs import PfsTier
@@ -81,7 +81,7 @@ def measure(folder: Path, size: int, count: int, stopped_s: float, exit_timeout:
     (folder / "nvme").mkdir()
     with mounted(folder) as (mount, server):
         tiers = [HostTier(LRU(), 4 * size), FileTier(folder / "nvme", name="nvme"), PfsTier(mount, timeout_s=20)]
-        policies: list[Policy] = [FlushAll("pfs"), KeepLast("pfs", 3)]
+        policies: list[Policy] = [FlushRule("pfs"), FlushNewest("pfs"), Retain("pfs", last=3)]
         store = stepwell.open(run="run", tiers=tiers, policies=policies, exit_timeout=exit_timeout)
         timed_saves(store, state, 1, 3, every_s)
         before = timed_saves(store, state, 10, count, every_s)

@@ -10,15 +10,15 @@ an `EvictionPolicy` is told of every chunk that enters, is used or leaves, and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from stepwell.tiers.base import Chunk, EvictionPolicy, Scope, Survives
 
 __all__ = [
-    "CheckpointView", "Chunk", "Closing", "Committed", "Drop", "Event", "EvictionPolicy", "Flush", "Move", "Opened",
-    "Policy", "TierView", "View",
+    "Cancel", "CheckpointView", "Chunk", "Closing", "Committed", "Drop", "Event", "EvictionPolicy", "Flush", "Idle",
+    "Move", "Noted", "Opened", "Policy", "Pressure", "TierView", "View",
 ]  # fmt: skip
 
 
@@ -34,8 +34,16 @@ class CheckpointView:
     abandoned: bool = False  # a rewind left it behind: never counted by retention
     kept: bool = False  # never deleted by retention
     tags: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    made: float = 0.0  # seconds since 1970, of the saving machine; for people, never for order
+    metrics: Mapping[str, float] = field(default_factory=dict)  # finite ones only
+    made: float = 0.0  # seconds since 1970, of the saving machine; for windows of time and ages, never for order
+    parts: frozenset[str] = frozenset()  # names of all of its parts
+    parts_on: Mapping[str, frozenset[str]] = field(default_factory=dict)  # tier -> those that are there
+
+    def has(self, tier: str, parts: Collection[str] | None = None) -> bool:
+        """Whether these parts (None: all of it) are on a tier."""
+        if tier in self.complete_on or not parts:
+            return tier in self.complete_on
+        return self.parts_on.get(tier, frozenset()).issuperset(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class TierView:
     free_bytes: int | None
     healthy: bool = True
     queued_bytes: int = 0  # waiting to be written there
+    idle: bool = False  # nothing is on its way there, and no save is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +68,39 @@ class View:
     now: float  # monotonic seconds
     tiers: tuple[TierView, ...]
     checkpoints: tuple[CheckpointView, ...]
-    promised: frozenset[tuple[str, str]] = frozenset()  # (checkpoint, tier): flushes that are decided, not done
+    promised: Mapping[tuple[str, str], frozenset[str] | None] = field(default_factory=dict)
+    """(checkpoint, tier) of the flushes that are decided and not done -> the parts that must get there; None: all."""
+    running: frozenset[tuple[str, str]] = frozenset()  # those of them whose bytes are moving now
+    wall: float = 0.0  # seconds since 1970, of this machine; for ages only
+
+    def line(self) -> list[CheckpointView]:
+        """The checkpoints that count: not abandoned, lowest step first; of equal steps the one saved first."""
+        return sorted((c for c in self.checkpoints if not c.abandoned), key=lambda c: c.step)
 
     def on(self, tier: str) -> list[CheckpointView]:
-        """The complete checkpoints on a tier that count: not abandoned, lowest step first."""
-        found = [c for c in self.checkpoints if tier in c.complete_on and not c.abandoned]
-        return sorted(found, key=lambda c: c.step)
+        """The complete checkpoints on a tier that count, lowest step first."""
+        return [c for c in self.line() if tier in c.complete_on]
+
+    def order(self) -> dict[str, tuple[int, int]]:
+        """Name of a checkpoint -> what it is compared by: its step, and of equal steps the later save is newer."""
+        return {c.name: (c.step, i) for i, c in enumerate(self.checkpoints)}
+
+    def coming(self, checkpoint: CheckpointView, tier: str, parts: Collection[str] | None = None) -> bool:
+        """Whether these parts (None: all of it) of a checkpoint are on a tier, or promised there."""
+        if checkpoint.has(tier, parts):
+            return True
+        promised = self.promised.get((checkpoint.name, tier), frozenset())
+        return promised is None or (bool(parts) and promised.issuperset(parts or ()))
+
+    def overtaken(self, checkpoint: CheckpointView, tier: str) -> bool:
+        """Whether what is promised of a checkpoint on a tier is there, or promised there, of a newer one that counts.
+        For an abandoned checkpoint any one that counts will do."""
+        parts, order = self.promised[checkpoint.name, tier], self.order()
+        return any(
+            (checkpoint.abandoned or order[other.name] > order[checkpoint.name]) and self.coming(other, tier, parts)
+            for other in self.line()
+            if other.name != checkpoint.name
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,37 +117,70 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """A tier has just become idle."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Metrics, tags or the keep of a checkpoint were changed."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """A save needs room on a tier and does not get it. Only with on_pressure = "newest-wins"."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
 class Closing:
     """The store is being closed: what must still get down?"""
 
 
-Event = Opened | Committed | Closing
+Event = Opened | Committed | Idle | Noted | Pressure | Closing
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Copy a checkpoint down to a tier. parts: None for all of it."""
+    """Copy a checkpoint down to a tier. parts: None for all of it. policy: who says so, for people."""
 
     checkpoint: str
     tier: str
     reason: str
     parts: tuple[str, ...] | None = None
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Delete a checkpoint's copy on a tier."""
+    """Delete a checkpoint's copy on a tier. policy: who says so, for people."""
 
     checkpoint: str
     tier: str
     reason: str
+    policy: str = ""
 
 
-Move = Flush | Drop
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Take back a flush that is promised and does not run yet. policy: who says so, for people."""
+
+    checkpoint: str
+    tier: str
+    reason: str
+    policy: str = ""
+
+
+Move = Flush | Drop | Cancel
 
 
 class Policy(Protocol):
-    """Decides what goes down or is deleted. One object for each rule of each tier."""
+    """Decides what goes down, what is taken back, what is deleted. One object for each rule of each tier."""
 
     def decide(self, event: Event, view: View) -> Sequence[Move]:
         """The moves that follow from an event. May repeat what it said before: moves under way are known."""

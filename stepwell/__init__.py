@@ -18,6 +18,7 @@ from stepwell.errors import (
     PickleRefused,
     RunBusy,
     SaveFailed,
+    SaveSkipped,
     StateError,
     StepExists,
     StepwellError,
@@ -30,6 +31,7 @@ from stepwell.errors import (
 )
 
 if TYPE_CHECKING:
+    from stepwell.draining import DrainReport
     from stepwell.loading import load
     from stepwell.opening import open
     from stepwell.prefetching import Prefetch
@@ -37,22 +39,26 @@ if TYPE_CHECKING:
     from stepwell.state import RNG, PerRank, Replicated, register_provider
     from stepwell.status import StoreStatus
     from stepwell.store import CheckpointStore
+    from stepwell.summaries import RunSummary, runs
 
 __version__ = "0.1.0"
 
 #: what needs torch is imported when it is first used: listing and verifying files on the command line need none
 _LATER = {
     "CheckpointStore": "stepwell.store",
+    "DrainReport": "stepwell.draining",
     "PerRank": "stepwell.state",
     "Prefetch": "stepwell.prefetching",
     "RNG": "stepwell.state",
     "Replicated": "stepwell.state",
+    "RunSummary": "stepwell.summaries",
     "Save": "stepwell.saving",
     "SaveReport": "stepwell.saving",
     "StoreStatus": "stepwell.status",
     "load": "stepwell.loading",
     "open": "stepwell.opening",
     "register_provider": "stepwell.state",
+    "runs": "stepwell.summaries",
 }
 
 __all__ = [
@@ -63,6 +69,7 @@ __all__ = [
     "CheckpointStore",
     "ConfigError",
     "CorruptData",
+    "DrainReport",
     "FormatError",
     "KeyMismatch",
     "NoGoodCheckpoint",
@@ -72,9 +79,11 @@ __all__ = [
     "Prefetch",
     "Replicated",
     "RunBusy",
+    "RunSummary",
     "Save",
     "SaveFailed",
     "SaveReport",
+    "SaveSkipped",
     "StateError",
     "StepExists",
     "StepwellError",
@@ -88,6 +97,7 @@ __all__ = [
     "load",
     "open",
     "register_provider",
+    "runs",
 ]
 
 

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from stepwell.config import DRIVER_GROUP, Config, Mistakes, check_order
+from stepwell.checking import DRIVER_GROUP, POLICY_GROUP, Mistakes, check_order, rules_of
+from stepwell.config import Config
 from stepwell.errors import ConfigError
 from stepwell.format.names import check_run_name
-from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks
+from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks, world_ranks
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
-from stepwell.policies.flush import FlushAll
-from stepwell.policies.retain import KeepLast
-from stepwell.schema import TierConfig
+from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.retain import Best, Retain
+from stepwell.schema import BestRule, TierConfig
+from stepwell.settings import TierOptions
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
@@ -36,8 +38,9 @@ class Built:
 
     run: str
     tiers: list[Tier]  # nearest first, not started
-    policies: list[Policy]
-    settings: dict[str, float]  # seconds, by the names of `stepwell.settings.Settings`
+    policies: list[Policy]  # all that flush before all that retain
+    settings: dict[str, float | str]  # by the names of `stepwell.settings.Settings`
+    options: dict[str, TierOptions]  # by the names of the tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,11 @@ class Node:
     local_ranks: int
     limit_bytes: int  # of memory, of all local ranks together
     free_bytes: int | None = None  # of it; None: nobody has looked
+    world: int | None = None  # the ranks of the whole job; None: those of this node are all
 
     @classmethod
     def here(cls) -> Node:
-        return cls(local_ranks(), cgroup_limit_bytes(), free_memory_bytes())
+        return cls(local_ranks(), cgroup_limit_bytes(), free_memory_bytes(), world_ranks())
 
 
 def build(
@@ -62,8 +66,8 @@ def build(
     run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and no policies.
     node: None looks at the machine. storage_only: leaves out the host tier, for which this machine may be too small.
 
-    Raises ConfigError for what only shows here: no run, a host tier larger than the memory or too small, a driver
-    that cannot be loaded or does not take what the file gives it.
+    Raises ConfigError for what only shows here: no run, a host tier larger than the memory or too small, a driver or
+    policy that cannot be loaded or does not take what the file gives it.
     """
     name = run_name(config, run, environ)
     mistakes = Mistakes(config.file, [tier.name for tier in config.tiers])
@@ -79,7 +83,9 @@ def build(
             key = error.where.get("key")
             raise mistakes.error(f"tier[{i}]" + (f".{key}" if key else ""), error.what, error.todo) from error.__cause__
     check_order([tier.info.name for tier in tiers], [tier.info.scope for tier in tiers], mistakes)
-    return Built(name, tiers, _policies(config) if mode == "w" else [], dict(config.settings))
+    policies = _policies(config, mistakes) if mode == "w" else []
+    options = {tier.name: _options(tier) for tier in config.tiers if tier.driver != "host"}
+    return Built(name, tiers, policies, dict(config.settings), options)
 
 
 def run_name(config: Config, run: str | None = None, environ: Mapping[str, str] | None = None) -> str:
@@ -91,12 +97,79 @@ def run_name(config: Config, run: str | None = None, environ: Mapping[str, str] 
     return check_run_name(named)
 
 
-def _policies(config: Config) -> list[Policy]:
+def _options(tier: TierConfig) -> TierOptions:
+    grace = None if tier.delete_grace is None else float(tier.delete_grace)
+    return TierOptions(delete_grace_s=grace, verify_after_flush=tier.verify_after_flush)
+
+
+# -- policies ----------------------------------------------------------------------------
+
+
+def _policies(config: Config, mistakes: Mistakes) -> list[Policy]:
     """One object for each rule of each tier. The first storage tier needs no flush rule: saves go there."""
-    storage = [tier for tier in config.tiers if tier.driver != "host"]
-    flushes: list[Policy] = [FlushAll(tier.name) for tier in storage[1:]]
-    retains: list[Policy] = [KeepLast(tier.name, tier.retain.last) for tier in storage if tier.retain is not None]
+    storage = [(i, tier) for i, tier in enumerate(config.tiers) if tier.driver != "host"]
+    flushes: list[Policy] = []
+    for i, tier in storage[1:]:
+        flushes += _flushes(tier, f"tier[{i}]", mistakes, last=tier is storage[-1][1])
+    retains = [_retain(tier, f"tier[{i}]", mistakes) for i, tier in storage if tier.retain is not None]
     return flushes + retains
+
+
+def _flushes(tier: TierConfig, key: str, mistakes: Mistakes, *, last: bool) -> list[Policy]:
+    """What goes down first comes first: the newest at closing, then rules of whole checkpoints, then of parts."""
+    everything = tier.flush in (None, "all")
+    made: list[Policy] = [FlushNewest(tier.name)] if last or everything or tier.flush == "at-close" else []
+    if everything:
+        made.append(FlushRule(tier.name))
+    rules = list(enumerate(rules_of(tier)))
+    for i, rule in sorted(rules, key=lambda each: each[1].parts is not None):  # stable: in the order of the file
+        if rule.policy is not None:
+            at = f"{key}.flush[{i}]" if isinstance(tier.flush, list) else f"{key}.flush"
+            made.append(_others_policy(tier, rule.policy, rule.keywords, at, mistakes))
+            continue
+        made.append(
+            FlushRule(
+                tier.name,
+                every_steps=rule.every_steps,
+                every_s=None if rule.every is None else float(rule.every),
+                parts=rule.parts,
+                idle=rule.when == "idle",
+                newest_wins=rule.backlog == "newest-wins",
+            )
+        )
+    return made
+
+
+def _retain(tier: TierConfig, key: str, mistakes: Mistakes) -> Policy:
+    table = tier.retain
+    assert table is not None
+    if table.policy is not None:
+        return _others_policy(tier, table.policy, table.keywords, f"{key}.retain", mistakes)
+    best = [table.best] if isinstance(table.best, BestRule) else table.best or []
+    return Retain(
+        tier.name,
+        last=table.last,
+        every_steps=table.every_steps,
+        every_s=None if table.every is None else float(table.every),
+        best=[Best(rule.metric, rule.mode, rule.count) for rule in best],
+        newer_than_s=None if table.newer_than is None else float(table.newer_than),
+        tagged=True if table.tagged is True else table.tagged or (),
+    )
+
+
+def _others_policy(tier: TierConfig, name: str, keywords: Mapping[str, Any], key: str, mistakes: Mistakes) -> Policy:
+    """A third party's policy: what its entry point names is called with tier and the rule's other keys."""
+    try:
+        point = next(point for point in entry_points(group=POLICY_GROUP) if point.name == name)
+        made = point.load()(tier=tier.name, **keywords)
+    except Exception as error:  # its code is not ours: whatever it raises, the reader needs the place in the file
+        todo = f"Check the package that brings the policy {name!r}, and the keys that it takes"
+        raise mistakes.error(key, f"the policy cannot be made: {error!r}", todo) from error
+    if not callable(getattr(made, "decide", None)):
+        todo = "Its entry point must name a class that follows stepwell.policies.base.Policy"
+        raise mistakes.error(key, f"the policy {name!r} has no decide(), as {type(made).__name__} shows", todo)
+    policy: Policy = made
+    return policy
 
 
 # -- drivers -----------------------------------------------------------------------------
@@ -157,13 +230,19 @@ def _make_pfs(tier: TierConfig, read_only: bool, node: Node) -> Tier:
         name=tier.name,
         capacity_bytes=tier.capacity.size_bytes if tier.capacity else None,
         read_only=read_only,
-        write_bytes_per_s=_share(tier, node),
+        write_bytes_per_s=bytes_per_s(tier, node),
         **given,
     )
 
 
-def _share(tier: TierConfig, node: Node) -> float | None:
-    return None if tier.bandwidth is None else tier.bandwidth / node.local_ranks
+def bytes_per_s(tier: TierConfig, node: Node) -> float | None:
+    """This process's share of what the node and the job may write there; the smaller one."""
+    shares = []
+    if tier.bandwidth is not None:
+        shares.append(tier.bandwidth / node.local_ranks)
+    if tier.bandwidth_per_job is not None:
+        shares.append(tier.bandwidth_per_job / max(node.world or 1, node.local_ranks))
+    return min(shares, default=None)
 
 
 def make_other(tier: TierConfig, read_only: bool, node: Node) -> Tier:
@@ -173,7 +252,7 @@ def make_other(tier: TierConfig, read_only: bool, node: Node) -> Tier:
         "path": tier.path,
         "capacity_bytes": tier.capacity.size_bytes if tier.capacity else None,
         "survives": tier.survives,
-        "write_bytes_per_s": _share(tier, node),
+        "write_bytes_per_s": bytes_per_s(tier, node),
         "timeout_s": None if tier.timeout is None else float(tier.timeout),
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -7,16 +7,20 @@ that a writer published after it had lost the run (the next writer's `seen` list
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stepwell import timeline
 from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, StepwellError, TierUnavailable
-from stepwell.format.names import EPOCHS, MANIFEST, Attempt, epoch_file, epoch_of
-from stepwell.format.records import Manifest, Rewind, Seen, decode
-from stepwell.tiers.base import RecordKey, Tier
+from stepwell.format.names import DELETED, EPOCHS, MANIFEST, Attempt, epoch_file, epoch_of, note_of
+from stepwell.format.records import Manifest, Rewind, Rewound, Seen, decode
+from stepwell.notes import Notes
+from stepwell.tiers.base import NOTES, RecordKey, Tier
+
+log = logging.getLogger("stepwell")
 
 
 @dataclass(slots=True)
@@ -39,6 +43,7 @@ class Debris:
     attempt: Attempt
     size_bytes: int
     late: bool = False  # it has a manifest, published by a writer that had lost the run
+    deleted: bool = False  # it was a checkpoint, and its files stay only for those who are reading them
 
 
 class Catalog:
@@ -52,6 +57,10 @@ class Catalog:
         self.absent: dict[str, str] = {}  # tier -> why it did not answer
         self.epochs: dict[str, list[int]] = {}  # tier -> epochs taken there, rising
         self.rewinds: list[Rewind] = []
+        self._rewound: dict[str, dict[int, Rewind | None]] = {}  # tier -> epoch -> rewind by hand; None: not read
+        self.on_commit: Callable[[], None] = lambda: None  # after each commit of this process
+        self.notes = Notes(run, self.tiers[-1] if self.tiers else None)
+        self._noted: set[int] | None = None  # numbers of notes that the last scan saw; None: it did not get there
         self._manifests: dict[tuple[Attempt, str], Manifest] = {}
         self._refreshing = asyncio.Lock()
         self.reading: Counter[Attempt] = Counter()  # checkpoints that are open for reading
@@ -64,6 +73,7 @@ class Catalog:
         async with self._refreshing:
             self._recent, self._gone = [], set(self._deleting)
             scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
+            await self._read_rewound(scans)
             late = await self._late(scans)
             holdings: dict[Attempt, list[Holding]] = {}
             debris: list[Debris] = []
@@ -75,24 +85,38 @@ class Catalog:
                         holdings.setdefault(attempt, []).append(holding)
                     elif (attempt, tier) not in self._recent:
                         size = sum(holding.files.values())
-                        debris.append(Debris(tier.info.name, attempt, size, late=holding.committed))
+                        debris.append(
+                            Debris(
+                                tier.info.name, attempt, size, late=holding.committed, deleted=DELETED in holding.files
+                            )
+                        )
             for attempt, tier in self._recent:
                 kept = [h for h in holdings.get(attempt, []) if h.tier is not tier]
                 holdings[attempt] = kept + [h for h in self.holdings[attempt] if h.tier is tier]
                 holdings[attempt].sort(key=lambda h: self.tiers.index(h.tier))
             self.holdings, self.debris = holdings, debris
+            if self._noted is not None:
+                await self.notes.catch_up(self._noted)
             newest = await self.newest_manifest()
-            self.rewinds = newest.rewinds if newest is not None else []
+            self.rewinds = timeline.merged(newest.rewinds if newest is not None else [], self.rewound)
 
     async def _scan(self, tier: Tier) -> dict[Attempt, Holding]:
         found: dict[Attempt, Holding] = {}
         epochs: list[int] = []
+        noted: set[int] = set()
+        if tier is self.notes.tier:
+            self._noted = None
+        rewound: set[int] = set()
         try:
             async for file in tier.scan(self.run):
                 if file.attempt == EPOCHS:
                     epoch = epoch_of(file.name)
                     if epoch and epoch[1] == "json":
                         epochs.append(epoch[0])
+                    elif epoch and epoch[1] == "rewind.json":
+                        rewound.add(epoch[0])
+                elif file.attempt == NOTES:
+                    noted |= {number for number in (note_of(file.name),) if number is not None}
                 elif (attempt := Attempt.parse(file.attempt)) is not None:
                     holding = found.setdefault(attempt, Holding(tier))
                     if file.name:
@@ -102,7 +126,35 @@ class Catalog:
             return {}
         self.absent.pop(tier.info.name, None)
         self.epochs[tier.info.name] = sorted(epochs)
+        if tier is self.notes.tier:
+            self._noted = noted
+        known = self._rewound.get(tier.info.name, {})
+        self._rewound[tier.info.name] = {epoch: known.get(epoch) for epoch in rewound}
         return found
+
+    async def _read_rewound(self, scans: Sequence[dict[Attempt, Holding]]) -> None:
+        """The rewinds by hand that have not been read yet. A tier that lists but cannot be read is absent."""
+        for at, tier in enumerate(self.tiers):
+            name, rewound = tier.info.name, self._rewound.get(tier.info.name, {})
+            for epoch in [epoch for epoch, rewind in rewound.items() if rewind is None and name not in self.absent]:
+                path = epoch_file(epoch, "rewind.json")
+                try:
+                    data = await tier.fetch(RecordKey(self.run, path))
+                except StepwellError as error:
+                    self.absent[name] = str(error)
+                    scans[at].clear()
+                    break
+                try:
+                    if data is not None:
+                        record = decode(data, Rewound, run=self.run, tier=name, path=path)
+                        rewound[epoch] = Rewind(record.to, epoch, 0)
+                except StepwellError as error:  # a bad record must not hide good checkpoints
+                    log.error("a rewind is not known any more, and what it abandoned counts again: %s", error)
+
+    @property
+    def rewound(self) -> list[Rewind]:
+        """The rewinds by hand, in no order."""
+        return [rewind for of in self._rewound.values() for rewind in of.values() if rewind is not None]
 
     async def _late(self, scans: Sequence[dict[Attempt, Holding]]) -> set[Attempt]:
         """Attempts whose manifest came after their writer had lost the run."""
@@ -187,7 +239,8 @@ class Catalog:
         self._gone.discard((attempt, tier.info.name))
         self._manifests[attempt, tier.info.name] = manifest
         if attempt == max(self.holdings):  # an older one, flushed late, knows fewer rewinds
-            self.rewinds = manifest.rewinds
+            self.rewinds = timeline.merged(manifest.rewinds, self.rewound)
+        self.on_commit()
 
     def remove(self, attempt: Attempt, tier: Tier) -> None:
         """Forgets a copy that is being deleted, or that a failed save made."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from stepwell.catalog import Catalog
 from stepwell.clock import Clock
 from stepwell.errors import StepwellError, TierFull, TierUnavailable
 from stepwell.mover import Mover
-from stepwell.settings import Settings
+from stepwell.settings import Settings, TierOptions
 from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import HostTier
 
@@ -31,6 +31,7 @@ class Chain:
     catalog: Catalog
     clock: Clock
     settings: Settings
+    options: Mapping[str, TierOptions] = field(default_factory=dict)  # by the tiers' names
 
     @property
     def host(self) -> HostTier | None:
@@ -51,6 +52,9 @@ class Chain:
     def authority(self) -> Tier:
         """Where it is decided who writes the run."""
         return self.tiers[-1]
+
+    def option(self, tier: Tier) -> TierOptions:
+        return self.options.get(tier.info.name, TierOptions())
 
     def named(self, name: str) -> Tier:
         return next(tier for tier in self.tiers if tier.info.name == name)

@@ -77,6 +77,10 @@ def manifest_of(attempt: Attempt, records: dict[int, bytes], absent: Sequence[st
     )
 
 
+#: between two looks for a record that was announced and is not there
+AGAIN_S = 0.25
+
+
 class Committer:
     """Commits attempts for one process of a job."""
 
@@ -113,7 +117,7 @@ class Committer:
         own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
         await self._put_record(tier, own, record, reserved, attempt.step)
         home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""
-        prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}"
+        prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}/without-{'+'.join(sorted(absent))}"
         covered = self.covered(tier)
         store, leader = self.job.store, covered[0]
         if self.job.rank != leader:
@@ -127,7 +131,7 @@ class Committer:
             digest = await wait_for(
                 store, f"{prefix}/rank-{rank}", self._timeout_s, f"rank {rank}'s part of step {attempt.step}"
             )
-            theirs = await tier.fetch(RecordKey(self.run, f"{attempt.folder}/{rank_file(rank)}"))
+            theirs = await self._announced(tier, attempt, rank)
             if theirs is None or native.crc32c(theirs) != int.from_bytes(digest, "little"):
                 raise CorruptData(
                     "a rank's record is not the one it announced", rank=rank, step=attempt.step, tier=tier.info.name
@@ -137,6 +141,15 @@ class Committer:
         await self._put_manifest(tier, attempt, manifest)
         store.put(f"{prefix}/manifest", encode(manifest))
         return manifest
+
+    async def _announced(self, tier: Tier, attempt: Attempt, rank: int) -> bytes | None:
+        """A rank's record; one that is not there was announced when the checkpoint was here before, and comes again."""
+        for _ in range(int(self._timeout_s / AGAIN_S) + 1):
+            record = await tier.fetch(RecordKey(self.run, f"{attempt.folder}/{rank_file(rank)}"))
+            if record is not None:
+                return record
+            await asyncio.sleep(AGAIN_S)
+        return None
 
     async def _put_record(
         self, tier: Tier, own: RecordKey, record: bytes, reserved: Sequence[Reservation], step: int

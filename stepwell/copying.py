@@ -20,7 +20,7 @@ import msgspec
 from stepwell import native
 from stepwell.catalog import Catalog
 from stepwell.changing import has_writers, require_writable, taken_over
-from stepwell.errors import CheckpointNotFound, ConfigError, CorruptData, StepExists, StepwellError
+from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, CorruptData, StepExists, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import FileRecord, Manifest, RankRecord, ShardRecord, decode, encode
 from stepwell.mover import Mover, write
@@ -28,6 +28,7 @@ from stepwell.places import Named, NoProgress, Progress, Ref, look_up, mover, op
 from stepwell.plainfiles import copy_plain, plain_files, plain_target
 from stepwell.ranges import Read
 from stepwell.reading import Healing, Reading
+from stepwell.tiers._folders import remove_if_empty, sync_folder
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Refused, Reservation, ShardKey, Tier, tier_error
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import Priority
@@ -104,7 +105,7 @@ def _target(place: Path) -> Iterator[None]:
     if Attempt.parse(place.name):
         raise ConfigError("a copy does not go into another checkpoint", todo="Name its run", path=str(place))
     try:
-        place.mkdir()
+        _make_folder(place)
         made = True
     except FileExistsError:
         made = False
@@ -120,15 +121,18 @@ def _target(place: Path) -> Iterator[None]:
         yield
     except BaseException:
         if made:
-            _remove_if_empty(place)
+            remove_if_empty(str(place))
         raise
 
 
-def _remove_if_empty(place: Path) -> None:
+def _make_folder(place: Path) -> None:
+    """Durably; FileExistsError, if anything is there."""
+    place.mkdir()
     try:
-        place.rmdir()
+        sync_folder(str(place.parent))
     except OSError:
-        pass  # something is in it
+        remove_if_empty(str(place))
+        raise
 
 
 def _copy_plain(named: Named, target: Path, progress: Progress) -> Copied:
@@ -153,16 +157,40 @@ async def _copy(named: Named, target: Path, progress: Progress, on_copied: Calla
             raise CheckpointNotFound("there is no checkpoint to copy", path=str(named.place.folder))
         if target in [Path(tier.info.detail.get("path", ""), run.run) for tier in run.tiers]:
             raise ConfigError("the copy would go where the checkpoint is", todo="Name another folder", path=str(target))
-        loads = [await _load(run.catalog, attempt) for attempt in chosen]
+        loads = []
+        for attempt in chosen:
+            async with _still_there(run.catalog, attempt):
+                loads.append(await _load(run.catalog, attempt))
         progress.expect(sum(load.size_bytes for load in loads))
         async with _into(target) as home:
             for load in loads:
                 home.check_free(load)
             done = []
             for load in loads:
-                done.append(await home.put(load, progress))
+                async with _still_there(run.catalog, load.attempt):
+                    done.append(await home.put(load, progress))
                 on_copied(done[-1])
             return done
+
+
+@asynccontextmanager
+async def _still_there(catalog: Catalog, attempt: Attempt) -> AsyncIterator[None]:
+    """While something is read: bytes that were deleted meanwhile are not bad, but gone. Raises CheckpointGone then."""
+    try:
+        yield
+    except (CorruptData, CheckpointNotFound) as error:
+        if not await _is_gone(catalog, attempt):
+            raise
+        what, todo = "the checkpoint was deleted while it was copied", "Copy another one"
+        raise CheckpointGone(what, todo=todo, path=attempt.folder) from error
+
+
+async def _is_gone(catalog: Catalog, attempt: Attempt) -> bool:
+    record = RecordKey(catalog.run, f"{attempt.folder}/{MANIFEST}")
+    try:
+        return all([await holding.tier.fetch(record) is None for holding in catalog.holdings[attempt]])
+    except StepwellError:
+        return False
 
 
 async def _load(catalog: Catalog, attempt: Attempt) -> _Load:
@@ -256,6 +284,7 @@ class _Home:
         place = self._folder / attempt.folder
         key = CheckpointKey(self._catalog.run, attempt.folder)
         granted: list[Reservation] = []
+        self._begin(place)
         try:
             for number, rank in load.ranks.items():
                 rooms = [await self._reserve(ShardKey(key, s.file), s.size, granted) for s, _, _ in rank.shards]
@@ -271,6 +300,19 @@ class _Home:
             await self._undo(key, granted)
             raise
         return Copied(load.attempt.folder, attempt.step, place, load.size_bytes)
+
+    def _begin(self, place: Path) -> None:
+        """Makes the copy's folder: what is in it is this copy's alone, so that it may be removed again."""
+        try:
+            _make_folder(place)
+        except FileExistsError:
+            raise StepExists(
+                "another copy or save of it has come meanwhile; it was left alone",
+                todo="See stepwell ls",
+                path=str(place),
+            ) from None
+        except OSError as error:
+            raise tier_error(error.errno or errno.EIO, "cannot make the folder", path=str(place)) from error
 
     async def _named(self, load: _Load) -> tuple[Attempt, bytes, dict[int, bytes]]:
         """The copy's name, manifest and records: as they were, or, in a run, those of a save of this epoch."""

@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from stepwell.catalog import Catalog
+from stepwell.catalog import Catalog, Holding
 from stepwell.changing import has_writers, require_writable, taken_over
 from stepwell.describing import describe
 from stepwell.errors import CheckpointNotFound, ConfigError, StepwellError
 from stepwell.format.names import Attempt
 from stepwell.places import Named, Opened, Ref, look_up, opened, run_whole, started
-from stepwell.tiers.base import CheckpointKey, Tier
+from stepwell.retaining import beyond_rules
+from stepwell.tiers.base import CheckpointKey
+from stepwell.timeline import abandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +35,47 @@ class Doomed:
     size_bytes: int
     newest: str  # "newest" or "newest whole", if it is that of its run's checkpoints; else ""
     committed: bool  # False: what is left of a save
+    why: str = ""  # what the retention rules say; "" if they were not asked
 
 
-def plan_deletion(refs: Sequence[Ref]) -> list[Doomed]:
+#: of what the references mean: all; what a rewind left behind; what the retention rules of the config let go
+Which = Literal["all", "abandoned", "by-policy"]
+
+
+def plan_deletion(refs: Sequence[Ref], which: Which = "all") -> list[Doomed]:
     """What `delete` with the same references would delete; deletes nothing.
 
-    Raises ConfigError for a whole run and for a folder that stepwell did not make, CheckpointNotFound.
+    Raises ConfigError for a whole run with `which` = "all", for a folder that stepwell did not make, and if no
+    config has retention rules for "by-policy"; CheckpointNotFound.
     """
-    return [doomed for plan in _plans(_look_up(refs)) for doomed in plan]
+    return [doomed for plan in _plans(_look_up(refs, which), which) for doomed in plan]
 
 
-def delete(refs: Sequence[Ref], *, force: bool = False, on_deleted: Callable[[Doomed], None] = lambda _: None) -> None:
+def delete(
+    refs: Sequence[Ref],
+    *,
+    force: bool = False,
+    which: Which = "all",
+    before: Callable[[Sequence[Doomed]], None] = lambda _: None,
+    on_deleted: Callable[[Doomed], None] = lambda _: None,
+) -> None:
     """Deletes checkpoints: a step, a range, a tag, a step folder; on every tier that has them.
 
-    force: also the newest checkpoint of a run, and the newest that is whole. All references are checked before
-    anything is deleted. Raises what `plan_deletion` raises; ConfigError for the newest one without `force`, or if
-    only another tier can tell whether a writer holds the run; RunBusy if one does, and the newest checkpoint or a
-    save that is not committed would go; TierError if a tier cannot delete.
+    force: also the newest checkpoint of a run, and the newest that is whole. which: of all that the references mean;
+    if not all of it, they may be whole runs. All references are checked before anything is deleted.
+
+    Raises what `plan_deletion` raises; ConfigError for the newest one without `force`, or if only another tier can
+    tell whether a writer holds the run; RunBusy if one does, and the newest checkpoint, a save that is not committed,
+    or what the rules let go would be deleted; TierError if a tier cannot delete.
+
+    before: is told of all that will be deleted, and may raise to stop it. Nothing else is deleted then, whatever the
+    references mean by the time that it returns.
     """
-    everything = _look_up(refs)
-    plans = _plans(everything)
+    everything = _look_up(refs, which)
+    plans = _plans(everything, which)
     for plan in plans:
         check_newest(plan, force)
+    before([doomed for plan in plans for doomed in plan])
     for named, plan in zip(everything, plans, strict=True):
         if plan:
             run_whole(_delete(named, plan, on_deleted))
@@ -70,7 +92,7 @@ def check_newest(plan: Sequence[Doomed], force: bool) -> None:
             )
 
 
-def _look_up(refs: Sequence[Ref]) -> list[Named]:
+def _look_up(refs: Sequence[Ref], which: Which) -> list[Named]:
     found = [look_up(ref) for ref in refs]
     for named in found:
         folder = str(named.place.folder)
@@ -86,7 +108,7 @@ def _look_up(refs: Sequence[Ref]) -> list[Named]:
                 todo=f"If you are sure: rm -r '{folder}'",
                 path=folder,
             )
-        if named.place.kind == "run" and not named.place.selected:
+        if named.place.kind == "run" and not named.place.selected and which == "all":
             raise ConfigError(
                 "this is a whole run; nothing was deleted",
                 todo=f"Name its checkpoints, such as '{named.text}@1200' or '{named.text}@..5000'",
@@ -95,30 +117,37 @@ def _look_up(refs: Sequence[Ref]) -> list[Named]:
     return found
 
 
-def _plans(everything: Sequence[Named]) -> list[list[Doomed]]:
+def _plans(everything: Sequence[Named], which: Which) -> list[list[Doomed]]:
     """A plan for each reference; what several mean is in the first one's."""
     seen: set[tuple[Path, str]] = set()
     plans: list[list[Doomed]] = []
     for named in everything:
-        plan = [doomed for doomed in run_whole(_plan(named)) if (doomed.path, doomed.tier) not in seen]
+        plan = [doomed for doomed in run_whole(_plan(named, which)) if (doomed.path, doomed.tier) not in seen]
         seen |= {(doomed.path, doomed.tier) for doomed in plan}
         plans.append(plan)
     return plans
 
 
-async def _plan(named: Named) -> list[Doomed]:
+async def _plan(named: Named, which: Which) -> list[Doomed]:
     place = named.place
     try:
         async with opened(named) as run:
             newest = await _newest(run.catalog) if run.run else {}
+            copies = [(attempt, holding) for attempt in run.chosen for holding in run.catalog.holdings[attempt]]
+            why: dict[tuple[Attempt, str], str] = {}
+            if which == "by-policy":
+                beyond = await beyond_rules(run.catalog, named.config)
+                why = {(each.attempt, each.tier.info.name): each.why for each in beyond if each.why_not is None}
+                copies = [(attempt, holding) for attempt, holding in copies if (attempt, holding.tier.info.name) in why]
+            elif which == "abandoned":
+                copies = [(attempt, holding) for attempt, holding in copies if abandoned(attempt, run.catalog.rewinds)]
             return [
-                _doomed(run, attempt, holding.tier, sum(holding.files.values()), newest.get(attempt, ""))
-                for attempt in run.chosen
-                for holding in run.catalog.holdings[attempt]
+                _doomed(run, attempt, holding, newest.get(attempt, ""), why.get((attempt, holding.tier.info.name), ""))
+                for attempt, holding in copies
             ]
     except CheckpointNotFound:
         attempt = Attempt.parse(place.folder.name)
-        if place.kind != "step" or attempt is None:
+        if place.kind != "step" or attempt is None or which != "all":
             raise
         size = sum(file.stat().st_size for file in place.folder.iterdir() if file.is_file())
         return [Doomed(attempt.step, place.folder.name, "disk", place.folder, size, "", False)]
@@ -138,9 +167,12 @@ async def _newest(catalog: Catalog) -> dict[Attempt, str]:
     return found
 
 
-def _doomed(run: Opened, attempt: Attempt, tier: Tier, size: int, newest: str) -> Doomed:
-    root = Path(tier.info.detail.get("path", "?"))
-    return Doomed(attempt.step, attempt.folder, tier.info.name, root / run.run / attempt.folder, size, newest, True)
+def _doomed(run: Opened, attempt: Attempt, holding: Holding, newest: str, why: str) -> Doomed:
+    info, size = holding.tier.info, sum(holding.files.values())
+    root = Path(info.detail.get("path", "?"))
+    # of the newest another copy stays, or the rules would not let this one go
+    newest = "" if why else newest
+    return Doomed(attempt.step, attempt.folder, info.name, root / run.run / attempt.folder, size, newest, True, why)
 
 
 async def _delete(named: Named, plan: Sequence[Doomed], on_deleted: Callable[[Doomed], None]) -> None:
@@ -149,7 +181,7 @@ async def _delete(named: Named, plan: Sequence[Doomed], on_deleted: Callable[[Do
         for tier in tiers:
             if any(doomed.tier == tier.info.name for doomed in plan):
                 require_writable(tier)
-        if any(doomed.newest or not doomed.committed for doomed in plan) and has_writers(run, tiers):
+        if any(doomed.newest or doomed.why or not doomed.committed for doomed in plan) and has_writers(run, tiers):
             await stack.enter_async_context(taken_over(Catalog(run, tiers), tiers[-1]))
         for doomed in plan:
             tier = next(tier for tier in tiers if tier.info.name == doomed.tier)

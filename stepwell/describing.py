@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from stepwell.catalog import Catalog
@@ -13,6 +14,9 @@ from stepwell.format.names import Attempt
 from stepwell.timeline import abandoned
 
 log = logging.getLogger("stepwell")
+
+#: a file system that is far away answers each only after a while
+MANIFESTS_AT_ONCE = 32
 
 
 async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
@@ -30,13 +34,30 @@ async def describe(catalog: Catalog, attempt: Attempt) -> Checkpoint:
         if complete:
             complete_on.append(name)
     found = from_manifest(catalog.run, manifest, tiers, complete_on, abandoned(attempt, catalog.rewinds))
-    return replace(found, name=attempt.folder)
+    notes = catalog.notes
+    return replace(
+        found,
+        name=attempt.folder,
+        metrics=notes.metrics(attempt, found.metrics),
+        tags=notes.tags(attempt, found.tags),
+        kept=notes.kept(attempt),
+    )
+
+
+async def read_manifests(catalog: Catalog, attempts: Sequence[Attempt]) -> None:
+    """Reads them into the catalog, many at once. Of what cannot be read it is told when it is asked for."""
+    copies = [(attempt, held.tier) for attempt in attempts for held in catalog.holdings.get(attempt, [])]
+    for begin in range(0, len(copies), MANIFESTS_AT_ONCE):
+        some = copies[begin : begin + MANIFESTS_AT_ONCE]
+        await asyncio.gather(*(catalog.manifest(*copy) for copy in some), return_exceptions=True)
 
 
 async def describe_all(catalog: Catalog, attempts: Iterable[Attempt]) -> list[Checkpoint]:
     """Those of the checkpoints that are there: one that was deleted since the scan is left out, and one whose
     manifest cannot be read is left out with a warning."""
     found = []
+    attempts = list(attempts)
+    await read_manifests(catalog, attempts)
     for attempt in attempts:
         try:
             found.append(await describe(catalog, attempt))

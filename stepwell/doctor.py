@@ -176,6 +176,15 @@ _MACHINE: tuple[Callable[[], Finding], ...] = (
 
 
 def _path(path: Path) -> list[Finding]:
+    try:
+        return _looked_at(path)
+    except OSError as error:
+        where = os.fsdecode(error.filename or path)
+        todo = "Let this user enter and read the folder and those above it, or name another one"
+        return [Finding("usable", False, f"{error.strerror or error} (path {where})", "bad", todo)]
+
+
+def _looked_at(path: Path) -> list[Finding]:
     """A run's folder is opened by its parent, so that is what is looked at."""
     root = path.parent if is_run(path) else path
     if not root.is_dir():

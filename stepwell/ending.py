@@ -1,8 +1,9 @@
-"""How stores end: closed, dropped, or left open when the interpreter exits.
+"""How stores end: closed, dropped, or left open when the interpreter exits; and how much time there is for it.
 
-Nothing here waits without a limit, and nothing installs a signal handler: Ctrl-C raises KeyboardInterrupt
-where it always does. During the wait at exit it means "abandon": what is newest where is said then. No thread
-is started at exit, because Python 3.12 refuses to: all that has to be done runs on the loop's thread.
+Nothing here waits without a limit, and a preemption that is heard before or meanwhile shortens every limit to what is
+left of its grace. Nothing handles Ctrl-C: it raises KeyboardInterrupt where it always does. During the wait at exit it
+means "abandon": what is newest where is said then. No thread is started at exit, because Python 3.12 refuses to: all
+that has to be done runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from stepwell.chain import Chain
+from stepwell.draining import Drainer
 from stepwell.errors import StepwellError, WaitTimeout
+from stepwell.jobs import current_job
+from stepwell.preemption import Preemption
 from stepwell.runtime import Runtime
 from stepwell.saving import Save
 from stepwell.settings import LONGEST_S
@@ -40,6 +44,8 @@ PATIENCE_S, HURRY_S = 3.0, 0.5
 STOP_S, LEAVE_S = 10.0, 2.0
 #: of a short limit, the part that is kept for it
 LEAVE_SHARE = 0.1
+#: what a preemption leaves for the end at least, however late it is
+LEAST_S = 0.5
 #: on top of what the loop was given: an answer that does not come then never comes
 _GRACE_S = 1.0
 #: between two looks, and before the first line is printed
@@ -74,8 +80,15 @@ class Ending:
         self._runtime, self._chain, self._writer = runtime, chain, writer
         self.exit_timeout_s = exit_timeout_s
         self.closed = False
+        self.preemption = Preemption(chain.run, chain.clock)
+        self.drainer = Drainer(chain, writer)
         self.newest: Save | None = None  # the newest save; its error is the store's when it ends
         self._lock = threading.RLock()  # a signal handler may close the store while it is being closed
+
+    def within(self, limit_s: float) -> float:
+        """A limit in seconds, or what a preemption has left of it."""
+        left_s = self.preemption.left_s
+        return limit_s if left_s is None else min(limit_s, max(LEAST_S, left_s))
 
     def close(self, limit_s: float) -> None:
         """Waits until all saves are on every tier that they go to, then frees everything.
@@ -84,13 +97,15 @@ class Ending:
         After a KeyboardInterrupt, or what a signal handler raises, the store is still open: leaving the interpreter
         waits for it again.
         """
-        limit_s = min(limit_s, LONGEST_S)
+        limit_s = self.within(min(limit_s, LONGEST_S))
         if not self._lock.acquire(timeout=max(0.0, limit_s)):
             raise self._late(limit_s)  # another thread is at it, with a limit of its own
         try:
             if not self.closed:
                 self._close(limit_s)
         finally:
+            if self.closed:
+                self.preemption.remove()
             self._lock.release()
 
     def _close(self, limit_s: float) -> None:
@@ -109,7 +124,11 @@ class Ending:
         if (error := finishing.exception()) is not None:
             self._stop(HURRY_S, LEAVE_S)
             raise error
-        self._stop(PATIENCE_S, STOP_S)
+        self._stop(*self._patience())
+
+    def _patience(self) -> tuple[float, float]:
+        """(for background work, for the tiers) once all is finished."""
+        return (PATIENCE_S, STOP_S) if self.preemption.left_s is None else (HURRY_S, LEAVE_S)
 
     def close_after_error(self) -> None:
         """As `close`, while an error is under way that matters more: raises nothing. Ctrl-C abandons."""
@@ -119,11 +138,11 @@ class Ending:
         try:
             wait_with_line({finishing: self.run}, self.exit_timeout_s + _GRACE_S)
             self.tell(finishing)
-            self._stop(
-                *((PATIENCE_S, STOP_S) if finishing.done() and not finishing.exception() else (HURRY_S, LEAVE_S))
-            )
+            finished = finishing.done() and not finishing.exception()
+            self._stop(*(self._patience() if finished else (HURRY_S, LEAVE_S)))
         except KeyboardInterrupt:
             self.abandon()
+        self.preemption.remove()
 
     def leave(self) -> concurrent.futures.Future[None]:
         """Starts to close, for the exit to wait for."""
@@ -135,7 +154,7 @@ class Ending:
             except BaseException:
                 await asyncio.wait([asyncio.ensure_future(self._free(HURRY_S))], timeout=LEAVE_S)
                 raise
-            await self._free(PATIENCE_S)
+            await self._free(self._patience()[0])
 
         return self._runtime.start(end())
 
@@ -160,22 +179,44 @@ class Ending:
         if self.closed or sys.is_finalizing():
             return
         self.closed = True
+        self.preemption.remove()
         with contextlib.suppress(StepwellError, RuntimeError):
             closing = self._runtime.start(end())
             _dropped[closing] = self
             closing.add_done_callback(lambda done: _dropped.pop(done, None))
 
     async def _finish(self, limit_s: float) -> None:
+        until = time.monotonic() + _to_wait(limit_s)
+        finishing = asyncio.ensure_future(self._everywhere())
+        finishing.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody waits any more
         try:
-            # the last part of the time is for letting go of a tier that hangs: the limit holds for all of it
-            async with asyncio.timeout(limit_s - min(LEAVE_S, LEAVE_SHARE * limit_s)):
-                await self._writer.finish()
-                if self.newest is not None:
-                    await self.newest.wait_everywhere()
-        except TimeoutError as error:
-            if isinstance(error, StepwellError):
-                raise
-            raise self._late(limit_s) from None
+            while not finishing.done():
+                left_s = max(0.0, until - time.monotonic())
+                if self.preemption.left_s is not None:
+                    return await self._get_down(left_s)
+                await asyncio.wait([finishing], timeout=min(left_s, _LOOK_S) if self.preemption.listening else left_s)
+                if not finishing.done() and not left_s:
+                    raise self._late(limit_s)
+            finishing.result()
+        finally:
+            finishing.cancel()
+
+    async def _everywhere(self) -> None:
+        await self._writer.finish()
+        if self.newest is not None:
+            await self.newest.wait_everywhere()
+
+    async def _get_down(self, limit_s: float) -> None:
+        """As `_finish`, after a preemption: what matters most first, and what did not make it is said."""
+        if self.newest is None and not self._writer.owner.taken:
+            return  # it has only read
+        limit_s = min(limit_s, _to_wait(self.within(LONGEST_S)))
+        report = await self.drainer.run(limit_s, current_job())
+        log.log(logging.WARNING if report.cut else logging.INFO, "run %s was preempted and %s", self.run, report)
+        if self.newest is not None:
+            if not self.newest.settled:
+                raise self._late(limit_s)
+            await self.newest.wait_everywhere()
 
     def _late(self, limit_s: float) -> WaitTimeout:
         what = self._writer.under_way() or "background work"
@@ -209,6 +250,11 @@ class Ending:
         if error is not None:
             words = "" if isinstance(error, WaitTimeout) else f"; {self.newest_words()}"
             log.error("leaving run %s unfinished: %s%s", self.run, error, words)
+
+
+def _to_wait(limit_s: float) -> float:
+    """Of a limit, all but the last part: that is for letting go of a tier that hangs, so that the limit holds."""
+    return limit_s - min(LEAVE_S, LEAVE_SHARE * limit_s)
 
 
 # -- leaving the interpreter ---------------------------------------------------------------

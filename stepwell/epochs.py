@@ -24,7 +24,7 @@ import psutil
 
 from stepwell.clock import Clock
 from stepwell.errors import RunBusy, StepwellError
-from stepwell.format.names import EPOCHS, epoch_file, epoch_of
+from stepwell.format.names import EPOCHS, Attempt, epoch_file, epoch_of
 from stepwell.format.records import Beat, EpochRecord, Seen, decode, encode
 from stepwell.jobs import Job
 from stepwell.tiers.base import RecordKey, Tier
@@ -56,7 +56,7 @@ def _pid_space() -> str:
     return ""
 
 
-def _user() -> str:
+def user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # no name for this uid, as in many containers
@@ -67,7 +67,7 @@ def describe_self(job: Job, wall: float) -> EpochRecord:
     """This process, as a writer."""
     return EpochRecord(
         token=uuid.uuid4().hex,
-        user=_user(),
+        user=user_name(),
         host=socket.gethostname(),
         boot=_read("/proc/sys/kernel/random/boot_id"),
         pid_space=_pid_space(),
@@ -197,11 +197,14 @@ class Writership:
         return RecordKey(self.run, epoch_file(epoch, kind))
 
     async def _newest(self) -> int:
-        newest = 0
+        newest = saved = 0
         async for found in self.tier.scan(self.run):
-            if found.attempt == EPOCHS and (parsed := epoch_of(found.name)) and parsed[1] == "json":
-                newest = max(newest, parsed[0])
-        return newest
+            if found.attempt == EPOCHS:
+                if (parsed := epoch_of(found.name)) and parsed[1] == "json":
+                    newest = max(newest, parsed[0])
+            elif (attempt := Attempt.parse(found.attempt)) is not None:
+                saved = max(saved, attempt.epoch)
+        return newest or saved  # step folders that were copied here without their epochs: what follows is newer
 
     async def _make_sure(self, epoch: int) -> None:
         """Returns once the holder of `epoch` is certainly gone; raises RunBusy if it is not."""

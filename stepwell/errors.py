@@ -130,6 +130,10 @@ class SaveFailed(StepwellError):
     """This save did not become durable; the cause is chained."""
 
 
+class SaveSkipped(SaveFailed):
+    """This checkpoint was given up so that training need not wait (`on_pressure = "skip"`)."""
+
+
 class NotPlanned(StepwellError):
     """No policy sends this checkpoint to the tier that was waited for."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from stepwell.backoff import Backoff
 from stepwell.clock import Clock
-from stepwell.errors import StepwellError, StoreClosed, TierError
+from stepwell.errors import NotPlanned, StepwellError, StoreClosed, TierError
 from stepwell.format.names import Attempt
 from stepwell.tiers.base import Tier
 from stepwell.tiers.host import Priority
@@ -41,6 +41,18 @@ class Goal:
     running: bool = False
     copied: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # only the commit is left
     told: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # failed often enough, or done
+    place: int = 0  # a lower one goes first, before any priority: while the store is drained
+    held: bool = False  # not to be begun
+    left_bytes: int | None = None  # of this rank's part, not there yet; None: no try has got so far
+    moving: asyncio.Task[None] | None = field(default=None, repr=False)  # the try that copies bytes now
+
+    def begin(self, size_bytes: int) -> None:
+        """The try that runs copies so many bytes from now on; until they are there it may be broken off."""
+        self.left_bytes, self.moving = size_bytes, asyncio.current_task()
+
+    def there(self, size_bytes: int) -> None:
+        """So many bytes of them are on the tier."""
+        self.left_bytes = max(0, (self.left_bytes or 0) - size_bytes)
 
     async def wait(self) -> None:
         """Returns when it is there; raises once it has failed for good or TELL_AFTER times."""
@@ -68,6 +80,8 @@ class Flusher:
         self._closed = False
         self.last_error: StepwellError | None = None
         self.next_try_at = 0.0  # monotonic; in the past unless the tier has failed
+        self.on_done: Callable[[Goal], object] = lambda goal: None  # a goal is reached, or was given up
+        self.on_failed: Callable[[Goal, StepwellError], object] = lambda goal, error: None  # a try of one
 
     def want(self, attempt: Attempt, parts: Sequence[str] | None = None, priority: Priority = Priority.FLUSH) -> Goal:
         """Puts a checkpoint into the queue, or finds it there; a higher priority moves it forward."""
@@ -89,6 +103,18 @@ class Flusher:
             self._worker = asyncio.ensure_future(self._work())
         return goal
 
+    def cancel(self, attempt: Attempt, reason: str) -> bool:
+        """Takes a checkpoint out of the queue again; False if it is not in it, if its bytes are moving already, or if
+        somebody waits for it (`store.flush`)."""
+        goals = [goal for goal in self._goals if goal.attempt == attempt]
+        if not goals or any(goal.running or goal.priority < Priority.FLUSH for goal in goals):
+            return False
+        for goal in goals:
+            name = self.tier.info.name
+            todo = f"store.flush({attempt.step}, to={name!r}) does"
+            self._finish(goal, NotPlanned(f"it was not flushed: {reason}", todo=todo, step=attempt.step, tier=name))
+        return True
+
     def hurry(self) -> None:
         """Newest first from now on, and at once: the store is being closed or drained."""
         self._goals.sort(key=lambda g: (g.priority, -g.attempt.step))
@@ -98,6 +124,20 @@ class Flusher:
             goal.tries = 0
             if not goal.done.done():
                 goal.told.clear()
+        self._wake.set()
+
+    def arrange(self, order: Sequence[Goal], held: Sequence[Goal] = ()) -> None:
+        """Until it is arranged anew `order` goes first, in that order, and nothing of `held` is begun.
+
+        A try that copies while an earlier one waits is broken off; what it has written stays.
+        """
+        for goal in self._goals:
+            goal.place = order.index(goal) - len(order) if goal in order else 0
+            goal.held = goal in held
+        first = min((goal.place for goal in self._goals if not goal.running and not goal.held), default=0)
+        for goal in self._goals:
+            if goal.moving is not None and not goal.copied.is_set() and (goal.held or first < goal.place):
+                goal.moving.cancel()
         self._wake.set()
 
     @property
@@ -130,8 +170,8 @@ class Flusher:
         """The most urgent that can be tried: of equals the one with fewest tries, else the first. Two goals of
         one checkpoint would share its files: one waits for the other."""
         running = {goal.attempt for goal in self._goals if goal.running}
-        waiting = [goal for goal in self._goals if goal.attempt not in running]
-        return min(waiting, key=lambda goal: (goal.priority, goal.tries), default=None)
+        waiting = [goal for goal in self._goals if goal.attempt not in running and not goal.held]
+        return min(waiting, key=lambda goal: (goal.place, goal.priority, goal.tries), default=None)
 
     async def _woken(self) -> None:
         self._wake.clear()
@@ -169,7 +209,7 @@ class Flusher:
             self._backoff.succeeded()
             self._finish(goal, None)
         finally:
-            goal.running = False
+            goal.running, goal.moving = False, None
             goal.copied.set()
 
     def _failed(self, goal: Goal, error: TierError) -> None:
@@ -177,6 +217,7 @@ class Flusher:
         for each in [g for g in self._goals if not g.running] if error.retry else []:
             self._note(each, error)
         self._note(goal, error)
+        self.on_failed(goal, error)
         self.last_error = error
         pause = self._backoff.failed()
         self.next_try_at = self._clock.monotonic() + pause
@@ -202,6 +243,7 @@ class Flusher:
         else:
             goal.done.set_exception(error)
         goal.told.set()
+        self.on_done(goal)
 
     async def idle(self) -> None:
         """Returns once every checkpoint is there, or it or the tier has failed TELL_AFTER times since `hurry`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -32,6 +32,8 @@ _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
+#: the same of all nodes together
+_WORLD_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def host_budget_bytes(
@@ -81,8 +83,17 @@ def free_memory_bytes(root: Path = CGROUP_ROOT, proc: Path = PROC_CGROUP, availa
 
 def local_ranks(environ: Mapping[str, str] | None = None) -> int:
     """How many ranks of the job share this node, as its launcher says; 1 if it says nothing."""
+    return _told(_LOCAL_RANKS, environ)
+
+
+def world_ranks(environ: Mapping[str, str] | None = None) -> int:
+    """How many ranks the job has, as its launcher says; at least those of this node."""
+    return max(_told(_WORLD_RANKS, environ), local_ranks(environ))
+
+
+def _told(names: Sequence[str], environ: Mapping[str, str] | None) -> int:
     environ = os.environ if environ is None else environ
-    for name in _LOCAL_RANKS:
+    for name in names:
         # SLURM writes "4", or "4(x2),3" for nodes of several kinds: the fullest one is the careful answer
         counts = [int(number) for number in re.findall(r"(?<![x\d])\d+", environ.get(name, ""))]
         if counts and max(counts) > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,10 +15,10 @@ from stepwell import refs
 from stepwell.catalog import Catalog, Debris
 from stepwell.checkpoint import Checkpoint
 from stepwell.config import Config
-from stepwell.describing import describe
-from stepwell.errors import StepwellError
-from stepwell.format.names import Attempt, rank_file
-from stepwell.format.records import Manifest, RankRecord, ShardRecord, decode
+from stepwell.describing import describe, read_manifests
+from stepwell.errors import CheckpointNotFound, StepwellError
+from stepwell.format.names import MANIFEST, RUN_FILE, Attempt, rank_file
+from stepwell.format.records import Manifest, RankRecord, RunRecord, ShardRecord, decode
 from stepwell.places import Named, Opened, opened
 from stepwell.plainfiles import SUFFIX, read_header, weight_files
 from stepwell.tiers.base import RecordKey
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: how deep below a folder runs are looked for: root/team/run
 DEPTH = 3
+#: how many checkpoints of a line of descent are looked at
+ANCESTORS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class RunListing:
     unreadable: dict[str, str] = field(default_factory=dict)  # checkpoint, or copy -> why its manifest cannot be read
     debris: list[Debris] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # tier -> why it does not answer
+    asked: str = ""  # which of its checkpoints the reference means, as it says it; "": all
 
 
 # -- under a folder ----------------------------------------------------------------------
@@ -63,28 +67,32 @@ def find_here(root: Path) -> Iterator[Here]:
 
     What cannot be read, and links to folders, are passed over below `root`; `root` itself raises OSError.
     """
-    names = sorted(os.listdir(root))
-    yield from _here(root, names, DEPTH)
+    for kind, folder, names in find_folders(root):
+        yield _run(folder, names) if kind == "run" else _plain(folder, names)
 
 
-def _here(folder: Path, names: Sequence[str], depth: int) -> Iterator[Here]:
+def find_folders(root: Path) -> Iterator[tuple[Literal["run", "plain"], Path, Sequence[str]]]:
+    """As `find_here`, without a look into step folders: what each is, where, and the names in it."""
+    yield from _folders(root, sorted(os.listdir(root)), DEPTH)
+
+
+def _folders(
+    folder: Path, names: Sequence[str], depth: int
+) -> Iterator[tuple[Literal["run", "plain"], Path, Sequence[str]]]:
     kind = refs.kind_of(folder.name, names)
-    if kind == "run":
-        yield _run(folder, names)
-        return
-    if kind == "plain":
-        yield _plain(folder, names)
-    if kind == "step" or not depth:
+    if kind == "run" or kind == "plain":
+        yield kind, folder, names
+    if kind == "run" or kind == "step" or not depth:
         return
     for name in names:
         below = folder / name
-        if name.startswith(".") or below.is_symlink():
+        if name.startswith(".") or os.path.islink(below):
             continue
         try:
             inside = sorted(os.listdir(below))
         except OSError:
             continue
-        yield from _here(below, inside, depth - 1)
+        yield from _folders(below, inside, depth - 1)
 
 
 def _run(folder: Path, names: Sequence[str]) -> Here:
@@ -95,10 +103,10 @@ def _run(folder: Path, names: Sequence[str]) -> Here:
         if attempt is None:
             continue
         made = None
-        for entry in _entries(folder / name):
-            size += entry.stat().st_size
-            if entry.name == "manifest.json":
-                made = entry.stat().st_mtime
+        for file, stat in _files(folder / name):
+            size += stat.st_size
+            if file == MANIFEST:
+                made = stat.st_mtime
         if made is None:
             unfinished += 1
         else:
@@ -108,18 +116,18 @@ def _run(folder: Path, names: Sequence[str]) -> Here:
 
 
 def _plain(folder: Path, names: Sequence[str]) -> Here:
-    found = [entry.stat() for entry in _entries(folder) if entry.name.endswith(SUFFIX)]
+    found = [stat for file, stat in _files(folder) if file.endswith(SUFFIX)]
     newest = max((stat.st_mtime for stat in found), default=None)
     return Here("plain", folder, sum(stat.st_size for stat in found), 0, 0, None, newest)
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """The files of a folder; none if it is gone meanwhile."""
-    try:
-        with os.scandir(folder) as listing:
-            return [entry for entry in listing if entry.is_file()]
-    except OSError:
-        return []
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The files of a folder that can be looked at; a writer or a deletion may take some away meanwhile."""
+    with suppress(OSError), os.scandir(folder) as listing:
+        for entry in listing:
+            with suppress(OSError):
+                if entry.is_file():
+                    yield entry.name, entry.stat()
 
 
 def config_roots(config: Config) -> list[Path]:
@@ -138,9 +146,13 @@ async def list_run(named: Named) -> RunListing:
     async with opened(named, all_tiers=False) as run:
         out = RunListing(run.run, named.place.folder, [tier.info.name for tier in run.tiers])
         out.absent = dict(run.catalog.absent)
+        out.asked = named.place.select if named.place.selected else ""
+        await read_manifests(run.catalog, run.chosen)
         for attempt in run.chosen:
             try:
                 out.checkpoints.append(await describe(run.catalog, attempt))
+            except CheckpointNotFound:  # deleted since the scan
+                continue
             except StepwellError as error:
                 out.unreadable[attempt.folder] = error.what
             else:
@@ -158,6 +170,8 @@ async def _bad_copies(catalog: Catalog, attempt: Attempt, good: Sequence[str]) -
         if tier not in good:
             try:
                 await catalog.manifest(attempt, holding.tier)
+            except CheckpointNotFound:
+                continue
             except StepwellError as error:
                 found[f"{attempt.folder} on {tier}"] = error.what
     return found
@@ -185,6 +199,8 @@ class Inside:
     folders: dict[str, str]  # tier -> where it lies
     files: dict[str, int]  # on the nearest tier
     ranks: dict[int, RankRecord]
+    ancestors: list[str] = field(default_factory=list)  # what it goes on from, nearest first, as `_ancestors` says
+    forked_from: str | None = None  # where its run began, if it is a fork
     wrong: list[str] = field(default_factory=list)  # records that cannot be read, files that are not as they say
 
 
@@ -195,6 +211,8 @@ async def look_inside(run: Opened, attempt: Attempt) -> Inside:
     held = catalog.holdings[attempt]
     folders = {h.tier.info.name: _path(h.tier.info.detail.get("path", "?"), run.run, attempt) for h in held}
     inside = Inside(await describe(catalog, attempt), manifest, folders, dict(sorted(held[0].files.items())), {})
+    inside.ancestors = await _ancestors(catalog, manifest)
+    inside.forked_from = await _forked_from(run)
     for rank in manifest.covers:
         try:
             inside.ranks[rank] = await _rank(catalog, attempt, rank)
@@ -205,6 +223,34 @@ async def look_inside(run: Opened, attempt: Attempt) -> Inside:
         if tier in inside.checkpoint.complete_on:
             inside.wrong += [f"{what} (tier {tier})" for what in _misfits(inside.ranks.values(), holding.files)]
     return inside
+
+
+async def _ancestors(catalog: Catalog, manifest: Manifest) -> list[str]:
+    """Folders of the checkpoints that a checkpoint goes on from, the nearest first: ANCESTORS of them, or until one is
+    not there any more. The last one of a fork is its parent, RUN@FOLDER."""
+    line: list[str] = []
+    parent = manifest.parent
+    while parent is not None and len(line) < ANCESTORS:
+        line.append(parent)
+        attempt = Attempt.parse(parent)
+        if attempt is None or attempt not in catalog.holdings:
+            break
+        try:
+            parent = (await catalog.manifest(attempt)).parent
+        except StepwellError:
+            break
+    return line
+
+
+async def _forked_from(run: Opened) -> str | None:
+    for tier in reversed(run.tiers):
+        try:
+            data = await tier.fetch(RecordKey(run.run, RUN_FILE)) if run.run else None
+            if data is not None and (began := decode(data, RunRecord).forked_from) is not None:
+                return began
+        except StepwellError:  # verify says what is wrong with it
+            continue
+    return None
 
 
 def _misfits(ranks: Iterable[RankRecord], files: Mapping[str, int]) -> Iterator[str]:

@@ -82,7 +82,7 @@ class Mender:
     async def _is_whole_elsewhere(self, attempt: Attempt, sources: Sequence[Tier]) -> bool:
         """While one shard is written again the copy is not committed: a crash then takes its other parts, too."""
         for tier in sources:
-            if not (await self._chain.catalog.manifest(attempt, tier)).absent:
+            if tier is not self._chain.host and not (await self._chain.catalog.manifest(attempt, tier)).absent:
                 return True
         return False
 

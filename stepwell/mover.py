@@ -222,7 +222,8 @@ class Mover:
     async def _next(self, reading: Reading, read: Read, then: Then | None, kept: bool) -> Coroutine[Any, Any, None]:
         """The operation for a read, once there is room for it on its edge and a slot."""
         turn = await self._edge_of(reading, read).enter(read.length, reading.priority)
-        held = self.arena.find(reading.known_as, read.start // self.arena.slot_bytes)
+        number = read.start // self.arena.slot_bytes
+        held = self.arena.find(reading.known_as, number) if reading.from_memory else None
         if held is not None:
             return self._get_held(reading, read, held, turn, then)
         slot = await self._slot(turn, reading.priority, kept)
@@ -315,18 +316,24 @@ class Mover:
 
     # -- between tiers ---------------------------------------------------------------------
 
-    async def copy(self, reading: Reading, target: Tier, size: int, *, resumed: bool = False) -> None:
+    async def copy(
+        self, reading: Reading, target: Tier, size: int, *, resumed: bool = False,
+        on_there: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:  # fmt: skip
         """One shard to another tier, verified on the way. The target has reserved it; `reading.target` names it.
 
         resumed: its file was begun by an earlier try; chunks that are good there are not written again.
+        on_there: is told of bytes that have got there, or that were there already.
         """
 
         async def move(read: Read, address: int) -> None:
             await write(target, ChunkIO(reading.key, read.start, read.length, address))
+            on_there(read.length)
 
         reads = self.all_of(size)
         if resumed and reading.crcs is not None:
             reads = await self._missing(reading, target, reads)
+            on_there(size - sum(read.length for read in reads))
         await self.get(reading, reads, move)
 
     async def _missing(self, reading: Reading, target: Tier, reads: Sequence[Read]) -> list[Read]:
@@ -353,9 +360,13 @@ class Mover:
         await group.end()
         return [read for read in reads if read.start in missing]
 
-    async def verify(self, sources: Sequence[Tier], key: ShardKey, size: int, crcs: Crcs) -> None:
-        """Raises CorruptData unless every block is good on one of the tiers at least."""
-        await self.get(Reading(key, sources, crcs, Healing(), Priority.FLUSH, target=VERIFY), self.all_of(size))
+    async def verify(self, sources: Sequence[Tier], key: ShardKey, size: int, crcs: Crcs, *, first: int = 0) -> None:
+        """Raises CorruptData unless every block, from byte `first` on, is good on one of these tiers at least."""
+        chunks = [read for read in self.all_of(size) if read.start + read.length > first]
+        reads = [Read(start, read.start + read.length - start) for read in chunks for start in [max(read.start, first)]]
+        memory = self.host in sources  # else a good chunk in memory would hide a bad one on the tier
+        reading = Reading(key, sources, crcs, Healing(), Priority.FLUSH, target=VERIFY, from_memory=memory)
+        await self.get(reading, reads)
 
     def all_of(self, size: int) -> list[Read]:
         """Reads of a whole shard, a chunk each."""

@@ -11,12 +11,13 @@ from stepwell.building import Node, build, make_host
 from stepwell.config import find_config, load_config
 from stepwell.ending import count_open
 from stepwell.errors import ConfigError
+from stepwell.forking import Resume, begin
 from stepwell.format.names import check_run_name
 from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks
 from stepwell.policies.base import Policy
-from stepwell.policies.flush import FlushAll
+from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
 from stepwell.schema import Capacity, TierConfig
-from stepwell.settings import Settings
+from stepwell.settings import Settings, TierOptions
 from stepwell.store import CheckpointStore
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
@@ -32,6 +33,8 @@ def open(
     tiers: Sequence[Tier] | None = None,
     policies: Sequence[Policy] | None = None,
     host: str | int | None = None,
+    resume: Resume = "allow",
+    fork_from: str | os.PathLike[str] | None = None,
     **overrides: Any,
 ) -> CheckpointStore:
     """Opens the checkpoints of one run.
@@ -42,11 +45,17 @@ def open(
     drivers, nearest first, with `policies` (default: every checkpoint goes to every tier). host: with a folder,
     how much memory the host tier of this process takes, such as "8GiB" or "25%" (default: it grows with the first
     save). mode:
-    "w" to save and restore, "r" for readers, which write nothing. Other keywords are settings: see
-    `stepwell.settings.Settings`.
+    "w" to save and restore, "r" for readers, which write nothing. resume: "must" raises CheckpointNotFound if the run
+    has no checkpoint, "never" raises ConfigError if it has one. fork_from: the checkpoint of another run that this one
+    begins from, by its path or by its run's name on the same tiers; ignored once this run has a complete checkpoint
+    on its last tier. Other keywords are settings: see `stepwell.settings.Settings`.
 
     Raises ConfigError for what cannot be right, TierUnavailable if a place is not there.
     """
+    if resume not in ("allow", "must", "never"):
+        raise ConfigError(f"resume={resume!r}", todo="Use 'allow', 'must' or 'never'")
+    if mode == "r" and fork_from is not None:
+        raise ConfigError("a reader cannot fork", todo=f"Read {os.fspath(fork_from)!r} itself, or open with mode='w'")
     if mode not in ("w", "r"):
         raise ConfigError(f"mode={mode!r}", todo="Use 'w' to save and restore, 'r' to read")
     if target is not None and not os.fspath(target):
@@ -54,6 +63,7 @@ def open(
     if target is not None and tiers is not None:
         raise ConfigError("give either the run's folder or tiers", todo="stepwell.open('ckpts/my-run')")
     settings: dict[str, Any] = {}
+    options: dict[str, TierOptions] = {}
     if tiers is not None:
         if run is None:
             raise ConfigError("tiers need a run's name", todo="Give run='my-run'")
@@ -61,7 +71,7 @@ def open(
         if host is not None:
             raise ConfigError(f"host={host!r} beside a config file", todo="Set the host tier's capacity in the file")
         built = build(load_config(file), run=run, mode=mode)
-        run, tiers, settings = built.run, built.tiers, dict(built.settings)
+        run, tiers, settings, options = built.run, built.tiers, dict(built.settings), built.options
         policies = built.policies if policies is None else policies
     elif target is not None:
         run, tiers = _folder(Path(target), run, mode, host)
@@ -71,9 +81,17 @@ def open(
     check_run_name(run)
     if policies is None:
         storage = [tier.info.name for tier in tiers if not isinstance(tier, HostTier)]
-        policies = [FlushAll(name) for name in storage[1:]] if mode == "w" else []
+        policies = [rule(name) for name in storage[1:] for rule in (FlushRule, FlushNewest)] if mode == "w" else []
     chosen = Settings(open_number=count_open(run)).override({**settings, **overrides})
-    return CheckpointStore(run, tiers, mode, chosen, policies)
+    if mode == "w" and chosen.on_pressure == "newest-wins":
+        policies = [DropBacklog(), *policies]
+    store = CheckpointStore(run, tiers, mode, chosen, policies, options=options)
+    try:
+        begin(store, resume, fork_from)
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def _folder(target: Path, run: str | None, mode: str, host: str | int | None) -> tuple[str, list[Tier]]:

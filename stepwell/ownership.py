@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from stepwell.chain import Chain
 from stepwell.commit import Committer
 from stepwell.epochs import Writership
+from stepwell.forking import Origin
 from stepwell.format.names import RUN_FILE, Attempt
 from stepwell.format.records import Rewind, RunRecord, encode
 from stepwell.jobs import Job, wait_for
@@ -34,6 +35,7 @@ class Ownership:
         self.timeline = 0
         self.rewinds: list[Rewind] = []
         self.parent: str | None = None  # of the next save
+        self.origin: Origin | None = None  # where the run begins, if it is a fork without a complete checkpoint
         self._before: dict[str, str | None] = {}  # saves under way -> the parent of each
         self.job: Job
         self.writership: Writership
@@ -85,18 +87,29 @@ class Ownership:
             self.writership.epoch = int(await wait_for(job.store, f"{group}/epoch", timeout_s, "the leader's epoch"))
         await self.committer.meet()
         newest = await catalog.newest_manifest()
+        self.rewinds = list(catalog.rewinds)
         if newest is not None:
-            self.timeline, self.rewinds, self.run_id = newest.timeline, list(newest.rewinds), newest.run_id
-            line = catalog.newest_first()
-            self.parent = line[0].folder if line else None
+            self.timeline, self.run_id = newest.timeline, newest.run_id
+            made = Attempt.parse(newest.attempt)
+            assert made is not None
+            self.timeline += sum(rewind.epoch > made.epoch for rewind in catalog.rewound)  # of these it knows nothing
+        line = catalog.newest_first()
+        self.parent = line[0].folder if line else self._begun_from
         self.run_id = self.run_id or uuid.uuid4().hex
         if job.leader:
+            if self.origin is not None:
+                await self.origin.keep()
+                self.origin.follow(catalog)
             await self.write_run_record(chain.first)
             self.writership.start_beating()
 
     async def write_run_record(self, tier: Tier) -> None:
-        record = RunRecord(run_id=self.run_id, made=self._chain.clock.wall())
+        record = RunRecord(run_id=self.run_id, made=self._chain.clock.wall(), forked_from=self._begun_from)
         await tier.commit(RecordKey(self._chain.run, RUN_FILE), encode(record))
+
+    @property
+    def _begun_from(self) -> str | None:
+        return self.origin.name if self.origin is not None else None
 
     def hidden_base(self, step: int) -> int | None:
         """The step to rewind to if a save of `step` would not be the newest: checkpoints that turned up after the
@@ -111,7 +124,7 @@ class Ownership:
         self.rewinds = add_rewind(self.rewinds, Rewind(to, attempt.epoch, attempt.call))
         self.timeline += 1
         bases = by_step(self._chain.catalog.holdings, to, self._chain.catalog.rewinds)
-        self.parent = bases[0].folder if bases else None
+        self.parent = bases[0].folder if bases else self._begun_from
 
     def next_parent(self, attempt: Attempt) -> str | None:
         """The parent of `attempt`, which is the next one's, unless it fails."""
@@ -128,11 +141,16 @@ class Ownership:
     def committed(self, attempt: Attempt) -> None:
         self._before.pop(attempt.folder, None)
 
-    async def clean(self, busy: set[tuple[str, str]], wanted: Callable[[], Collection[tuple[str, str]]]) -> None:
+    async def clean(
+        self,
+        busy: set[tuple[str, str]],
+        wanted: Callable[[], Collection[tuple[str, str]]],
+        free_later: Callable[[Attempt, Tier], None],
+    ) -> None:
         """Frees what killed saves left: attempts of older epochs, whose writers cannot come back.
 
         busy: (checkpoint, tier) of copies that are being deleted. wanted: tells of flushes that will go on from
-        what is there.
+        what is there. free_later: takes what was deleted, and somebody may still be reading.
         """
         for debris in self._chain.catalog.debris:
             if self.writership.lost or not await self.writership.still_ours():
@@ -142,6 +160,9 @@ class Ownership:
                 continue
             if any(h.tier.info.name == debris.tier for h in self._chain.catalog.holdings.get(debris.attempt, [])):
                 continue  # it has been committed there since
+            if debris.deleted:
+                free_later(debris.attempt, self._chain.named(debris.tier))
+                continue
             log.warning(
                 "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
                 debris.attempt.step,
@@ -158,3 +179,5 @@ class Ownership:
         """Gives the run up, so that the next writer need not wait."""
         if self.taken:
             await self.writership.close()
+        if self.origin is not None:
+            await self.origin.close()

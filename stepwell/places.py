@@ -247,9 +247,12 @@ async def renamed_step(catalog: Catalog, tier: Tier, folder: Path) -> Attempt:
 
 
 def only(opened: Opened) -> Attempt:
-    """The one checkpoint that is meant. Raises ConfigError if there may be several."""
+    """The one checkpoint that is meant. Raises CheckpointNotFound if there is none, ConfigError if several are."""
+    if not opened.chosen:
+        steps = ", ".join(map(str, sorted({attempt.step for attempt in opened.catalog.holdings})[-8:])) or "none"
+        raise CheckpointNotFound(f"no checkpoint matches {opened.named.text}", todo=f"The newest steps are {steps}")
     if len(opened.chosen) != 1:
-        found = ", ".join(str(attempt.step) for attempt in opened.chosen[-8:]) or "none"
+        found = ", ".join(str(attempt.step) for attempt in opened.chosen[-8:])
         raise ConfigError(
             f"{opened.named.text} means {len(opened.chosen)} checkpoints", todo=f"Name one of the steps: {found}"
         )

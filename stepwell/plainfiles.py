@@ -6,7 +6,6 @@ the file must be exactly as long as it says. A copy is read back and compared, a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -17,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from stepwell import native
-from stepwell.errors import CorruptData, FormatError, StepExists, StepwellError
+from stepwell.errors import ConfigError, CorruptData, FormatError, StepExists, StepwellError
 from stepwell.format.safetensors import Header, parse_header
+from stepwell.tiers._folders import sync_folder
 from stepwell.tiers.base import CHUNK_BYTES, tier_error
 
 SUFFIX = ".safetensors"
@@ -76,7 +76,12 @@ def check_plain(folder: Path, only: str | None = None) -> tuple[dict[str, int], 
 
 
 def plain_target(folder: Path, only: str | None, target: Path) -> Path:
-    """Where a copy into `target` would be. Raises StepExists if something is there."""
+    """Where a copy into `target` would be. Raises StepExists if something is there, ConfigError if it is inside of
+    what is copied."""
+    if only is None and target.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            "a folder is not copied into itself; nothing was written", todo="Name a folder outside", path=str(target)
+        )
     place = target / (only or folder.name)
     if os.path.lexists(place):
         raise StepExists("the copy's place is taken; nothing was written", todo="Name another folder", path=str(place))
@@ -123,7 +128,7 @@ def copy_plain(folder: Path, only: str | None, target: Path) -> Iterator[int]:
             os.rename(temporary, place)
         else:
             _put_new(temporary / only, place)
-        _sync_folder(target)
+        sync_folder(str(target))
     except OSError as error:
         if isinstance(error, StepwellError):
             raise
@@ -164,16 +169,7 @@ def _put_new(source: Path, place: Path) -> None:
 
 def _sync_tree(root: Path) -> None:
     for at, _, _ in os.walk(root):
-        _sync_folder(Path(at))
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some file systems know no such call, and need none
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(at)
 
 
 def _translated(error: OSError, what: str, path: Path) -> StepwellError:

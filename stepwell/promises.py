@@ -1,16 +1,19 @@
-"""What no policy can undo: every move is checked here before anything is moved or deleted.
+"""What no policy can undo: every move is checked here before anything is moved, taken back or deleted.
 
-- Nothing is deleted that is kept, that is being read, or from which a decided flush must still be made. A copy in
-  host memory does not replace another one for that: it may be evicted at any time.
+- Nothing is deleted that is kept, that is being read, or from which a decided flush must still be made; a flush of
+  some parts needs only these. A copy in host memory does not replace another one for that: it may be evicted at
+  any time.
 - Host memory never loses the only copy.
 - The newest complete checkpoint on a tier is never deleted before a newer complete one is on that tier or on
   one that survives at least as much; an abandoned one not before one that counts is there.
 - Nothing goes to a tier that has it already, and nothing to host memory: saves and prefetches fill that.
+- A flush is taken back only before it runs, and only if as much of a newer checkpoint is on the tier or on its way
+  there. So the way down of the newest is never cut, and something always arrives.
 """
 
 from __future__ import annotations
 
-from stepwell.policies.base import CheckpointView, Drop, Flush, Move, TierView, View
+from stepwell.policies.base import Cancel, CheckpointView, Flush, Move, TierView, View
 
 _SURVIVES = ("nothing", "process", "reboot", "node-loss")
 
@@ -23,16 +26,33 @@ def refusal(move: Move, view: View, leased: frozenset[str] = frozenset()) -> str
     tier = next((tier for tier in view.tiers if tier.name == move.tier), None)
     if tier is None:
         return "there is no such tier"
-    return _no_drop(tier, checkpoint, view, leased) if isinstance(move, Drop) else _no_flush(move, tier, checkpoint)
+    if isinstance(move, Flush):
+        return _no_flush(move, tier, checkpoint)
+    if isinstance(move, Cancel):
+        return _no_cancel(tier, checkpoint, view)
+    return _no_drop(tier, checkpoint, view, leased)
 
 
 def _no_flush(move: Flush, tier: TierView, checkpoint: CheckpointView) -> str | None:
     if tier.survives == "nothing":
         return "host memory is filled by saves and prefetches alone"
-    if move.tier in checkpoint.complete_on:
+    if checkpoint.has(tier.name, move.parts):
         return "it is there already"
     if not checkpoint.complete_on | checkpoint.partial_on:
         return "it is on no tier"
+    wanted = checkpoint.parts if move.parts is None else frozenset(move.parts)
+    if not checkpoint.complete_on and not wanted <= frozenset[str]().union(*checkpoint.parts_on.values()):
+        return "no tier has all that is asked for"
+    return None
+
+
+def _no_cancel(tier: TierView, checkpoint: CheckpointView, view: View) -> str | None:
+    if (checkpoint.name, tier.name) not in view.promised:
+        return "no flush of it is promised there"
+    if (checkpoint.name, tier.name) in view.running:
+        return "it is being copied there now"
+    if not view.overtaken(checkpoint, tier.name):
+        return "nothing newer is there or on its way with as much of it"
     return None
 
 
@@ -44,20 +64,29 @@ def _no_drop(here: TierView, checkpoint: CheckpointView, view: View, leased: fro
     if checkpoint.name in leased:
         return "it is being read"
     lasting = {tier.name for tier in view.tiers if tier.survives != "nothing" and tier is not here}
-    others = checkpoint.complete_on & lasting
-    waiting = sorted(tier for name, tier in view.promised if name == checkpoint.name and tier != here.name)
-    if waiting and not others:
-        return f"it must still be flushed to {', '.join(waiting)}"
-    if here.survives == "nothing" and not others:
+    waiting = [
+        tier
+        for (name, tier), parts in view.promised.items()
+        if name == checkpoint.name
+        and tier != here.name
+        and ((name, tier) in view.running or not _elsewhere(checkpoint, lasting, parts))  # it may be read from here
+    ]
+    if waiting:
+        return f"it must still be flushed to {', '.join(sorted(waiting))}"
+    if here.survives == "nothing" and not checkpoint.complete_on & lasting:
         return "it is whole on no other tier yet"
     if here.name in checkpoint.complete_on and _is_last(checkpoint, here, view):
         return "it is the newest complete checkpoint there, and no tier that survives as much has a newer one"
     return None
 
 
+def _elsewhere(checkpoint: CheckpointView, tiers: set[str], parts: frozenset[str] | None) -> bool:
+    return any(checkpoint.has(tier, parts) for tier in tiers)
+
+
 def _is_last(checkpoint: CheckpointView, here: TierView, view: View) -> bool:
     safe = {tier.name for tier in view.tiers if _strength(tier) >= _strength(here)}
-    order = {c.name: (c.step, i) for i, c in enumerate(view.checkpoints)}  # of equal steps the later save is newer
+    order = view.order()
     return not any(
         (checkpoint.abandoned or order[c.name] > order[checkpoint.name])
         for c in view.checkpoints

@@ -11,7 +11,7 @@ import numpy as np
 
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
-from stepwell.errors import CheckpointGone, CorruptData, StepwellError, WorldChanged
+from stepwell.errors import CheckpointGone, CheckpointNotFound, CorruptData, StepwellError, WorldChanged
 from stepwell.format.collecting import paused
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
@@ -158,6 +158,8 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
                     "the record is not the one that was committed", path=name, step=attempt.step, tier=tier
                 )
             return record, data
+        except CheckpointNotFound:  # its manifest went since the last scan
+            gone = True
         except StepwellError as error:
             wrong.append(f"{tier}: {error}")
     if gone and not wrong:

@@ -59,6 +59,7 @@ class Reading:
     write_limit: float | None = None  # of all writing there, in bytes a second; None: what limits is the reading
     cached_as: Hashable = None  # how the arena knows the shard; None: by its key
     caller: Caller = field(default_factory=Caller)
+    from_memory: bool = True  # whether what the arena holds serves; False: the tiers themselves are looked at
 
     @property
     def known_as(self) -> Hashable:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from stepwell.checkpoint import Checkpoint
-from stepwell.errors import CheckpointNotFound, FormatError
+from stepwell.errors import CheckpointNotFound, ConfigError, FormatError
 from stepwell.format.names import MANIFEST, RUN_FILE, Attempt
 
+#: of a step or a range: no folder's name holds more
+_NUMBER_CHARS_MAX = 512
 _RANGE = re.compile(r"(\d*)\.\.(\d*)")
 
 
@@ -34,7 +36,7 @@ class Place:
 
 
 def find(ref: str | os.PathLike[str]) -> Place:
-    """Looks at the path. Raises CheckpointNotFound or FormatError with what is really there."""
+    """Looks at the path. Raises CheckpointNotFound or FormatError with what is really there, ConfigError."""
     text = os.fspath(ref)
     select = None
     path = Path(text).expanduser().absolute()
@@ -43,6 +45,8 @@ def find(ref: str | os.PathLike[str]) -> Place:
         path = Path(text).expanduser().absolute()
     if not text:
         raise CheckpointNotFound(f"{ref!r} names no path", todo="Give the path of a run, a checkpoint or a file")
+    if select is not None and len(select) > _NUMBER_CHARS_MAX and not select.strip("0123456789."):
+        raise ConfigError(f"no step has so many digits: @{select[:20]}...", path=str(path))
     if not path.exists():
         what = "a link to nothing" if path.is_symlink() else "no such file or folder"
         raise CheckpointNotFound(f"{what}: {path}", path=str(path))

@@ -14,6 +14,7 @@ from stepwell.catalog import Catalog
 from stepwell.checkpoint import Checkpoint
 from stepwell.describing import describe
 from stepwell.errors import CheckpointNotFound, CorruptData, StepwellError, TierError
+from stepwell.forking import Origin
 from stepwell.format.names import Attempt
 from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
@@ -64,27 +65,35 @@ class Restored:
 
 
 def restore(
-    mover: Mover, catalog: Catalog, wish: Wish, agreement: Agreement, run: Run, start: Start
+    mover: Mover,
+    catalog: Catalog,
+    wish: Wish,
+    agreement: Agreement,
+    run: Run,
+    start: Start,
+    origin: Origin | None = None,
 ) -> Restored | None:
     """Restores the newest checkpoint that is good on every rank, or the one of `wish.step`, into `wish.state`.
 
-    The newest that holds every part; if none does, the newest of those that hold some. None if every tier answered
-    and none holds a commit. However it ends, nothing is put into the state any more once it has.
+    The newest that holds every part; if none does, the newest of those that hold some. origin: of another run, comes
+    after all of this one's. None if every tier answered and none holds a commit. However it ends, nothing is put into
+    the state any more once it has.
 
     Called in the user's thread, because it calls the state's own code (state_dict, load_state_dict); `run` runs
     coroutines on the event loop, `start` only starts them.
     """
     run(catalog.refresh())
-    candidates = agreement.candidates(lambda: _candidates(catalog, wish.step))
-    if not candidates:
+    origin = origin if origin is not None and wish.step in (None, origin.step) else None
+    line = _line(catalog, wish, agreement, run, origin)
+    if not line:
         return None
     skipped: dict[int, str] = {}
-    partial: list[Attempt] = []
-    todo = deque((attempt, wish.step is None) for attempt in candidates)
+    partial: list[tuple[Catalog, Attempt]] = []
+    todo = deque((held_by, attempt, wish.step is None) for held_by, attempt in line)
     touched = False
     while todo:
-        attempt, whole = todo.popleft()
-        tried = _try(mover, catalog, wish, agreement.job, attempt, whole, run, start)
+        held_by, attempt, whole = todo.popleft()
+        tried = _try(mover, held_by, wish, agreement.job, attempt, whole, run, start)
         touched = touched or tried.touched
         error = tried.error
         fatal = error is not None and not isinstance(error, _TRY_OLDER)
@@ -93,13 +102,14 @@ def restore(
             _add_notes(error, touched, skipped)
             raise error
         if vote.ok:
-            return _finished(tried, skipped if wish.step is not None else _newer(skipped, attempt))
+            done = _finished(tried, skipped if wish.step is not None else _newer(skipped, attempt))
+            return done if held_by is catalog else replace(done, bad={})  # another run's is its own to mend
         log.log(logging.INFO if vote.partial else logging.ERROR, "step %d is passed over: %s", attempt.step, vote.why)
         skipped[attempt.step] = vote.why
         if vote.partial:
-            partial.append(attempt)
+            partial.append((held_by, attempt))
         if not todo:
-            todo.extend((attempt, False) for attempt in partial)
+            todo.extend((*one, False) for one in partial)
             partial.clear()
     nothing = catalog.nothing_good(skipped)
     _add_notes(nothing, touched, {})
@@ -117,8 +127,30 @@ def _add_notes(error: StepwellError, touched: bool, skipped: Mapping[int, str]) 
         error.add_note(_MIXED)
 
 
-def _candidates(catalog: Catalog, step: int | None) -> list[Attempt]:
-    found = catalog.newest_first() if step is None else catalog.at_step(step)
+def _line(
+    catalog: Catalog, wish: Wish, agreement: Agreement, run: Run, origin: Origin | None
+) -> list[tuple[Catalog, Attempt]]:
+    """What is tried, in this order, each with the catalog of its run."""
+    if origin is None:
+        return [(catalog, attempt) for attempt in agreement.candidates(lambda: _candidates(catalog, wish.step))]
+    run(origin.refresh())
+    if agreement.job.leader:
+        run(origin.keep())
+
+    def found() -> list[Attempt]:
+        own = _candidates(catalog, wish.step, anew=False)
+        if not own:
+            origin.require()
+        return [*own, origin.attempt]
+
+    *own, origin.attempt = agreement.candidates(found)  # the leader's: ranks may have looked at different moments
+    return [*((catalog, attempt) for attempt in own), (origin.catalog, origin.attempt)]
+
+
+def _candidates(catalog: Catalog, step: int | None, *, anew: bool = True) -> list[Attempt]:
+    """anew: a step that is not there is an error."""
+    known = anew or any(attempt.step == step for attempt in catalog.holdings)
+    found = catalog.newest_first() if step is None else catalog.at_step(step) if known else []
     if not found:
         catalog.require_all_tiers("no checkpoint was found")
         if catalog.debris:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from stepwell import native
 from stepwell.chain import Chain, Keep, reserve
 from stepwell.commit import rank_record
-from stepwell.errors import NotPlanned, SaveFailed, StepwellError, TierError, TierFull
+from stepwell.errors import NotPlanned, SaveFailed, SaveSkipped, StepwellError, TierError, TierFull
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import Draft, FileRecord, Manifest
 from stepwell.hostmem import host_budget_bytes, local_ranks
@@ -39,10 +39,14 @@ class Saver:
         self._chain, self._owner, self._keep = chain, owner, keep
         self._drafts, self._commits = Turns(), Turns()
         self.on_named: Callable[[Save, Attempt], object] = lambda save, attempt: None
+        #: waits until room was freed on a tier, at most so long; False if there is nothing to wait for
+        self.make_room: Callable[[Tier, float], Awaitable[bool]]
+        self.may_free: Callable[[Tier], Awaitable[bool]]
         self.last_error: TierError | None = None  # of the first storage tier
         self.failing = False  # until a save gets there again
         self._lost_rewind: tuple[int, int] | None = None  # of a save that failed before its draft: (line, step)
         self.under_way: list[Save] = []  # those that are not on the first tier yet
+        self.holding: set[Save] = set()  # those that have room there, until it is decided what follows from them
 
     async def save(self, save: Save) -> Attempt:
         """Returns once the checkpoint is committed on the first storage tier. Raises what went wrong."""
@@ -120,7 +124,8 @@ class Saver:
         putting: asyncio.Task[None] | None = None
         publishing: asyncio.Task[Manifest] | None = None
         try:
-            reserved += await reserve(first, sizes)
+            reserved += await self._reserve(save, order, sizes)
+            self.holding.add(save)
             copied = asyncio.Event()
 
             def on_copied() -> None:
@@ -164,15 +169,47 @@ class Saver:
             chain.mover.arena.expect(sum(job.size for job in jobs))
         return attempt
 
+    def _check_memory(self, save: Save, order: Order) -> None:
+        """Raises SaveSkipped if save() would have to wait until an earlier save is written, and may not."""
+        host = self._chain.host
+        if not self._skips(order) or self.under_way.index(save) == 0:
+            return
+        if host is None or host.arena.keepable_bytes < order.snapshot.nbytes:
+            raise SaveSkipped(
+                f"on_pressure = 'skip': an earlier save is not on {self._chain.first.info.name} yet, and host memory "
+                "has no room for another one", todo=_SKIPPED, step=order.step,
+            )  # fmt: skip
+
+    def _skips(self, order: Order) -> bool:
+        """Whether a save may be given up rather than wait; with several ranks only the leader decides that."""
+        return self._chain.settings.on_pressure == "skip" and order.job.leader
+
+    async def _reserve(self, save: Save, order: Order, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
+        """Room on the first storage tier. While deletes or flushes will make some, save() blocks, or does what
+        `on_pressure` says."""
+        chain = self._chain
+        until = order.began + chain.settings.block_timeout
+        while True:
+            try:
+                return await reserve(chain.first, sizes)
+            except TierFull as error:
+                left = until - chain.clock.monotonic()
+                if self._skips(order) and await self.may_free(chain.first):
+                    raise SaveSkipped(f"on_pressure = 'skip': {error.what}", todo=_SKIPPED, step=order.step) from error
+                if left <= 0 or not await self.make_room(chain.first, left):
+                    raise
+
     async def _reserve_host(
         self, save: Save, order: Order, jobs: Sequence[ShardJob], before: asyncio.Future[None] | None
     ) -> list[Reservation] | None:
         """Room in host memory for all of the checkpoint; None if it only passes through."""
         host = self._chain.host
         if host is None:
+            self._check_memory(save, order)
             return None
         if host.grows:
             host.grow(host_budget_bytes(order.snapshot.nbytes, local_ranks()))
+        self._check_memory(save, order)
         granted = await _try_reserve(host, jobs)
         if isinstance(granted, Refused) and before is not None and host.fits([job.size for job in jobs]):
             await asyncio.shield(before)  # an earlier save is still being copied: its promise ends with that
@@ -300,6 +337,9 @@ class Saver:
                 "copied": round(self._chain.clock.monotonic() - order.began, 6),
             },
         )
+
+
+_SKIPPED = "The next save is tried again; on_pressure = 'block' waits for room instead"
 
 
 def _not_hosted(save: Save, host: Tier, why: str) -> None:

@@ -8,12 +8,12 @@ import contextlib
 import operator
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepwell.clock import Clock
-from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StepwellError, StoreClosed, WaitTimeout
+from stepwell.errors import ConfigError, NotPlanned, SaveFailed, SaveSkipped, StepwellError, StoreClosed, WaitTimeout
 from stepwell.jobs import Job
 from stepwell.state import Snapshot
 from stepwell.tiers.base import Tier, TierInfo
@@ -60,6 +60,7 @@ class Save:
         self._order: Order | None = order  # holds the state's tensors until they are copied
         self._pid = os.getpid()
         self._bytes = order.snapshot.nbytes
+        self.parts = tuple(order.snapshot.part_bytes)
         self._began = order.began
         self._infos: dict[str, TierInfo] = {tier.info.name: tier.info for tier in tiers}
         #: of each tier: None once it is committed there, or why it is not
@@ -175,6 +176,11 @@ class Save:
         return all(future.done() for future in self._futures.values())
 
     @property
+    def began(self) -> float:
+        """When save() was called, in monotonic seconds."""
+        return self._began
+
+    @property
     def nbytes(self) -> int:
         return self._bytes
 
@@ -287,6 +293,7 @@ class SaveRecord:
         self._durable = 0
         self._untold: tuple[int, BaseException] | None = None  # the first save's failure: the next call raises it
         self.failed = 0
+        self.skipped = 0  # given up because of on_pressure
         self.last_error: BaseException | None = None
 
     def began(self, save: Save) -> None:
@@ -307,8 +314,11 @@ class SaveRecord:
                     self._untold = None  # it was faster than whoever gave it up
                 self._unsaved_since = next(iter(self._under_way), None)
                 return
-            self.failed += 1
             self.last_error = error
+            if isinstance(error, SaveSkipped):
+                self.skipped += 1
+                return
+            self.failed += 1
             if not self._durable and not save.interrupted:
                 self._untold = (save.step, error)
 
@@ -365,18 +375,3 @@ def check_step(step: object) -> int:
     if number < 0 or isinstance(step, bool):
         raise ConfigError(f"a step is an integer from 0, not {step!r}")
     return number
-
-
-def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str | None]:
-    """Metrics as they are stored: numbers (NaN and infinities as text, JSON has none) by name."""
-    kept: dict[str, float | str | None] = {}
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str):
-            raise ConfigError(f"a metric's name must be a string, not {name!r}")
-        try:
-            number = float(value)
-        except Exception:  # tensors and arrays of several numbers have errors of their own
-            raise ConfigError(f"metric {name!r} is not a number: {value!r}") from None
-        finite = number == number and abs(number) != float("inf")
-        kept[name] = number if finite else repr(number)
-    return kept

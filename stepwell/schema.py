@@ -1,20 +1,26 @@
 """What can be written in a config file: one typed schema, and what each driver takes of it.
 
-A field's comment is its documentation.
+The JSON Schema for editors and the tables of docs/config.md are made of it (`stepwell.reference`), so a field's
+description is its documentation. Defaults that None stands for are told in the description.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from stepwell.tiers.base import Scope
 
 
 class Seconds(float):
-    """Written '1h', or a number of seconds."""
+    """Written '1h', or a number of seconds; above 0."""
+
+
+class Grace(float):
+    """As Seconds, or 0."""
 
 
 class BytesPerSecond(int):
@@ -45,38 +51,191 @@ class Capacity:
         return self.size_bytes if self.size_bytes is not None else int((self.fraction or 0.0) * memory_bytes)
 
 
-class Evict(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    policy: Literal["lru"]  # lru: least recently used shard first, its tail first
+def _doc(text: str, *examples: Any) -> Meta:
+    return Meta(description=text, examples=list(examples) or None)
 
 
-class Retain(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    last: int  # how many of the newest checkpoints stay, by step; complete and partial ones counted apart
+def _count(text: str, example: int) -> Meta:
+    return Meta(description=text, examples=[example], extra_json_schema={"minimum": 1})
+
+
+class EvictTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    policy: Annotated[Literal["lru"], _doc("`lru`: the least recently used shard first, its tail first")]
+
+
+class FlushRule(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """One rule of `flush`; without `every_steps` and `every` it takes every checkpoint."""
+
+    every_steps: Annotated[
+        int | None, _count("the first checkpoint in each window of so many steps (`step // k` grew)", 100)
+    ] = None
+    every: Annotated[Seconds | None, _doc("the first checkpoint in each window of so much time", "10min")] = None
+    parts: Annotated[
+        list[str] | None, _doc("only these parts go down; the copy there is then partial. Default: all", ["model"])
+    ] = None
+    when: Annotated[Literal["idle"] | None, _doc("only while nothing else is under way. Default: at once")] = None
+    backlog: Annotated[
+        Literal["keep-all", "newest-wins"],
+        _doc("`keep-all`: what waits to go down is never passed over; `newest-wins`: a newer checkpoint replaces it"),
+    ] = "keep-all"
+    policy: Annotated[
+        str | None,
+        _doc("instead of all the others: an entry point of the group `stepwell.policies`; further keys are its own"),
+    ] = None
+    keywords: dict[str, Any] = {}  # those further keys; put here by stepwell.config
+
+
+class BestRule(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """One rule of `retain.best`."""
+
+    metric: Annotated[str, _doc("as `save(metrics=…)` and `annotate` name it", "eval/acc")]
+    mode: Annotated[Literal["min", "max"], _doc("whether the smallest or the largest values are best")]
+    count: Annotated[int, _count("how many of the best stay", 2)]
+
+
+class RetainTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Which checkpoints live on: all that at least one of its rules names, and those that were marked with `keep`."""
+
+    last: Annotated[
+        int | None, _count("the newest so many, by step; complete and partial checkpoints are counted apart", 3)
+    ] = None
+    every_steps: Annotated[
+        int | None, _count("the first in each window of so many steps (`step // k` grew)", 10000)
+    ] = None
+    every: Annotated[Seconds | None, _doc("the first in each window of so much time", "1d")] = None
+    best: Annotated[
+        BestRule | list[BestRule] | None,
+        _doc(
+            "the best by a metric; several tables for several metrics. A checkpoint whose metric is missing yet stays",
+            {"metric": "eval/acc", "mode": "max", "count": 2},
+        ),
+    ] = None
+    newer_than: Annotated[Seconds | None, _doc("those that are not older than this", "7d")] = None
+    tagged: Annotated[
+        bool | list[str] | None, _doc("those with one of these tags; `true`: with any tag", ["release"])
+    ] = None
+    policy: Annotated[
+        str | None,
+        _doc("instead of all the others: an entry point of the group `stepwell.policies`; further keys are its own"),
+    ] = None
+    keywords: dict[str, Any] = {}  # those further keys; put here by stepwell.config
 
 
 class TierConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """One `[[tier]]`, nearest first."""
 
-    name: str  # as save.wait and messages name it
-    driver: str  # host, file, pfs, memory, or the name of an entry point of the group stepwell.tiers
-    path: str | None = None  # the tier's root folder; '~' and $VARIABLES are replaced, relative to the config file
-    capacity: Capacity | None = None  # per node, shared by its local ranks: "400GiB"; of the host tier also "25%"
-    shared: bool = False  # host: one arena for all processes of the node
-    survives: Literal["process", "reboot", "node-loss"] | None = None  # what its copies outlive; None: driver's word
-    evict: Literal["lru"] | Evict = "lru"  # host: what goes first when room is needed
-    flush: Literal["all"] | None = None  # what comes down to it; None: all
-    retain: Retain | None = None  # which checkpoints live on; None: all
-    bandwidth: BytesPerSecond | None = None  # pfs: per node, what its local ranks write there at most
-    timeout: Seconds | None = None  # pfs: how long a call may hang before the tier counts as unavailable
+    name: Annotated[
+        str, _doc('its name in `wait("nvme")`, `status()` and messages: letters, digits, `-` and `_`', "nvme")
+    ]
+    driver: Annotated[
+        str,
+        _doc(
+            "`host`: this process's memory, as staging and cache; `file`: a folder on a local disk; `pfs`: a folder "
+            "that all nodes see; `memory`: plain storage in this process, for tests; or the name of an entry point of "
+            "the group `stepwell.tiers`",
+            "file",
+        ),
+    ]
+    path: Annotated[
+        str | None,
+        _doc(
+            "the folder that holds the runs. `~` and `$VARIABLES` are replaced; a relative path starts at the config "
+            "file. A `pfs` folder must exist: stepwell never makes it",
+            "/local/$USER",
+        ),
+    ] = None
+    capacity: Annotated[
+        Capacity | None,
+        _doc(
+            "the most that stepwell's shards take there. Of `host` and `memory`, per node, shared by its local ranks; "
+            'of the host tier also `"25%"` of the memory that the job\'s cgroup may use. The host tier takes all '
+            "of it from the system at the start, in the background. Without it, the host tier grows with the first "
+            "save, and storage tiers have their medium's own limit",
+            "400GiB",
+        ),
+    ] = None
+    shared: Annotated[bool, _doc("`false`; memory shared between processes comes in a later version", False)] = False
+    survives: Annotated[
+        Literal["process", "reboot", "node-loss"] | None,
+        _doc(
+            'what a copy there outlives. Default of `file`: `"reboot"`. A `memory` tier can only say `"process"`, '
+            'a `pfs` tier only `"node-loss"`'
+        ),
+    ] = None
+    evict: Annotated[
+        Literal["lru"] | EvictTable,
+        _doc("what leaves memory first: chunks that another tier has, too, in the order of their last use"),
+    ] = "lru"
+    flush: Annotated[
+        Literal["all", "at-close"] | FlushRule | list[FlushRule] | None,
+        _doc(
+            'what comes down to it. `"all"` (the default): every checkpoint; `"at-close"`: only the newest, when '
+            "the store is closed or drained; or rules, each of which sends what it names. The first storage tier gets "
+            "every save and takes no rules. Whatever they say, closing sends the newest checkpoint to the last tier",
+            [{"every_steps": 100, "parts": ["model"]}, {"every_steps": 1000}],
+        ),
+    ] = None
+    retain: Annotated[
+        RetainTable | None, _doc("which checkpoints live on there. Without it nothing is deleted", {"last": 3})
+    ] = None
+    verify_after_flush: Annotated[
+        Literal["size", "digest"] | None,
+        _doc(
+            "what is looked at after a flush to it, before the last nearer copy may go: the files' sizes, or every "
+            "byte read again and checked. Default: nothing"
+        ),
+    ] = None
+    delete_grace: Annotated[
+        Grace | None,
+        _doc(
+            'how long files stay after their manifest is gone, for readers that have them open. Default: `"30min"` '
+            "on a tier that all nodes share, 0 on a node's",
+            "30min",
+        ),
+    ] = None
+    bandwidth: Annotated[BytesPerSecond | None, _doc("per node: what its local ranks write there at most", "2GB/s")] = (
+        None
+    )
+    bandwidth_per_job: Annotated[
+        BytesPerSecond | None,
+        _doc("per job: what all its ranks write there at most. Of both limits the smaller one counts", "20GB/s"),
+    ] = None
+    timeout: Annotated[
+        Seconds | None,
+        _doc('how long a call may hang before the tier counts as unavailable. Default: `"60s"`', "60s"),
+    ] = None
 
 
 class FileSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A whole file."""
 
-    tier: list[TierConfig]
-    run: str | None = None  # left out in site files
-    max_unsaved: Seconds | None = None  # how long nothing may become durable before save() raises
-    block_timeout: Seconds | None = None  # the longest that save() blocks
-    exit_timeout: Seconds | None = None  # the longest that leaving the interpreter waits
+    tier: Annotated[
+        list[TierConfig],
+        _doc(
+            "one table for each tier, nearest first: saves go down through them. At least one of them must be a "
+            "storage tier"
+        ),
+    ]
+    run: Annotated[str | None, _doc("the run; left out in files for a whole site", "llama-sft")] = None
+    on_pressure: Annotated[
+        Literal["block", "skip", "newest-wins"] | None,
+        _doc(
+            "what `save` does while the first storage tier has no room until older checkpoints are flushed and deleted "
+            'there. `"block"` (the default): it waits, at most `block_timeout`; `"skip"`: it gives this checkpoint up; '
+            '`"newest-wins"`: flushes of older ones that have not begun are given up, so that those can go'
+        ),
+    ] = None
+    max_unsaved: Annotated[
+        Seconds | None, _doc('`save` raises once nothing has become durable for so long. Default: `"1h"`', "1h")
+    ] = None
+    block_timeout: Annotated[
+        Seconds | None,
+        _doc('the longest that `save` blocks; then that checkpoint is skipped. Default: `"2min"`', "2min"),
+    ] = None
+    exit_timeout: Annotated[
+        Seconds | None,
+        _doc('the longest that `close` or leaving the interpreter waits. Default: `"10min"`', "10min"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +248,16 @@ class DriverRules:
     survives: frozenset[str] = frozenset({"process", "reboot", "node-loss"})
 
 
-_STORAGE = frozenset({"capacity", "survives", "flush", "retain"})
+_STORAGE = frozenset({"capacity", "survives", "flush", "retain", "verify_after_flush", "delete_grace"})
+_REMOTE = _STORAGE | {"path", "bandwidth", "bandwidth_per_job", "timeout"}
 DRIVERS = {
     "host": DriverRules(frozenset({"capacity", "shared", "evict"}), scope="process"),
     "memory": DriverRules(_STORAGE, survives=frozenset({"process"})),
     "file": DriverRules(_STORAGE | {"path"}, frozenset({"path"})),
-    "pfs": DriverRules(
-        _STORAGE | {"path", "bandwidth", "timeout"}, frozenset({"path"}), "shared", frozenset({"node-loss"})
-    ),
+    "pfs": DriverRules(_REMOTE, frozenset({"path"}), "shared", frozenset({"node-loss"})),
 }
 #: a third party's, made with the keywords that `stepwell.building.make_other` tells
-OTHER_DRIVER = DriverRules(_STORAGE | {"path", "bandwidth", "timeout"}, scope=None)
+OTHER_DRIVER = DriverRules(_REMOTE, scope=None)
 
-#: keys that the design names and this version does not have yet -> what to do meanwhile
-LATER = {
-    "verify_after_flush": "Leave it out; `stepwell verify` checks every checksum",
-    "on_pressure": "Leave it out; save() blocks, at most block_timeout",
-    "delete_grace": "Leave it out; what retain lets go is deleted at once, unless this process reads it",
-    "bandwidth_per_job": "Leave it out; bandwidth = '2GB/s' limits each node",
-    "tier.retain.every_steps": "Leave it out; retain = { last = 3 } keeps the newest three",
-    "tier.retain.best": "Leave it out; retain = { last = 3 } keeps the newest three",
-    "tier.retain.newer_than": "Leave it out; retain = { last = 3 } keeps the newest three",
-    "tier.retain.tagged": "Leave it out; retain = { last = 3 } keeps the newest three",
-}
+#: the top-level keys that are fields of `stepwell.settings.Settings`
+SETTINGS = ("on_pressure", "max_unsaved", "block_timeout", "exit_timeout")

@@ -45,6 +45,7 @@ class StoreStatus:
     tiers: tuple[TierStatus, ...]
     edges: tuple[EdgeStatistics, ...]
     saves_failed: int
+    saves_skipped: int  # given up so that training need not wait: on_pressure = "skip"
     last_error: str | None
     unsaved_seconds: float  # how long nothing that was saved has become durable; 0.0 if everything is
 
@@ -57,7 +58,7 @@ async def status_of(chain: Chain, writer: RunWriter, record: SaveRecord) -> Stor
     edges = tuple(edge.statistics() for edge in chain.mover.edges.all())
     tiers = tuple(_tier(chain, writer, tier, edges) for tier in chain.tiers)
     error = None if record.last_error is None else str(record.last_error)
-    return StoreStatus(chain.run, tiers, edges, record.failed, error, record.unsaved_seconds)
+    return StoreStatus(chain.run, tiers, edges, record.failed, record.skipped, error, record.unsaved_seconds)
 
 
 def _tier(chain: Chain, writer: RunWriter, tier: Tier, edges: tuple[EdgeStatistics, ...]) -> TierStatus:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from stepwell.chain import Chain, Keep
+from stepwell.deletion import Deleter
 from stepwell.errors import StepwellError
+from stepwell.events import Outlook
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt
 from stepwell.policies.base import (
+    Cancel,
     CheckpointView,
     Closing,
     Committed,
     Drop,
     Event,
     Flush,
+    Idle,
     Move,
     Policy,
-    TierView,
+    Pressure,
     View,
 )
 from stepwell.promises import refusal
 from stepwell.tiers.base import CheckpointKey, Tier
-from stepwell.timeline import abandoned
+from stepwell.verification import Verifier
+from stepwell.viewing import Views
 
 log = logging.getLogger("stepwell")
 
@@ -34,11 +37,23 @@ log = logging.getLogger("stepwell")
 class Steering:
     """Asks the policies of one run. Lives on the event loop."""
 
-    def __init__(self, chain: Chain, policies: Sequence[Policy], flushers: dict[str, Flusher], keep: Keep) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        policies: Sequence[Policy],
+        flushers: dict[str, Flusher],
+        deleter: Deleter,
+        verifier: Verifier,
+        keep: Keep,
+    ) -> None:
         self._chain, self._policies, self.flushers, self._keep = chain, policies, flushers, keep
-        self.busy: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that are being deleted or repaired
+        self._deleter, self._verifier, self._events, self.busy = deleter, verifier, deleter.events, deleter.busy
+        self.views = Views(chain.catalog, chain.tiers, chain.clock, flushers)
         self.may_drop: Callable[[str], bool] = lambda tier: True  # whether this rank deletes on that tier
-        self.before_drop: Callable[[Tier, Attempt], Awaitable[None]] | None = None  # raises if it must not be done
+        self.may_cancel = True  # whether this rank decides what is not flushed after all
+        self.cancelled: Callable[[Attempt, str], object] = lambda attempt, tier: None
+        self.leaving = self.views.leaving
+        self._idle: set[str] = set()
         if chain.host is not None:
             chain.host.on_uncommitted = self._evicted
 
@@ -46,19 +61,25 @@ class Steering:
         """Tells the policies; returns the flushes that follow."""
         if not self._policies:
             return []
-        view = await self.view()
+        view = await self.views.look()
         goals: list[Goal] = []
         for policy in self._policies:
             for move in policy.decide(event, view):
-                view = self._facts()  # each move is judged by what those before it, of whomever, have changed
-                goals += self._carry_out(move, view)
+                made, goal = self._carry_out(move, view)
+                goals += [goal] if goal is not None else []
+                if made:  # each move is judged by what those before it have changed
+                    view = self.views.now()
         return goals
 
-    async def foresee(self, attempt: Attempt, size_bytes: int) -> set[str]:
-        """The tiers that a checkpoint will be sent to once it is committed on the first one."""
-        view, first = await self.view(), self._chain.first.info.name
-        there = CheckpointView(attempt.folder, attempt.step, size_bytes, frozenset([first]))
-        view = replace(view, checkpoints=(*view.checkpoints, there))
+    async def foresee(self, attempt: Attempt, size_bytes: int, parts: Iterable[str]) -> set[str]:
+        """The tiers that a checkpoint will be sent to, whole, once it is committed on the first one."""
+        view, first = await self.views.look(), self._chain.first.info.name
+        names = frozenset(parts)
+        there = CheckpointView(
+            attempt.folder, attempt.step, size_bytes, frozenset([first]), parts=names, parts_on={first: names}
+        )
+        calm = tuple(replace(tier, idle=True) for tier in view.tiers)  # as it will be at some time after this save
+        view = replace(view, tiers=calm, checkpoints=(*view.checkpoints, there))
         moves = [move for policy in self._policies for move in policy.decide(Committed(attempt.folder, first), view)]
         return {
             move.tier
@@ -66,36 +87,63 @@ class Steering:
             if isinstance(move, Flush) and move.checkpoint == attempt.folder and not move.parts
         }
 
-    def _carry_out(self, move: Move, view: View) -> Iterable[Goal]:
+    def _carry_out(self, move: Move, view: View) -> tuple[bool, Goal | None]:
+        """Whether it is made, or begun; and the flush's goal."""
+        attempt, copy = Attempt.parse(move.checkpoint), (move.checkpoint, move.tier)
         why_not = refusal(move, view, self._leased())
-        if why_not is not None:
+        if attempt is None or why_not is not None:
             log.debug("%s is not done: %s", move, why_not)
-            return
-        if (move.checkpoint, move.tier) in self.busy:
-            return  # it is asked for again at the next event
+            if attempt is not None and isinstance(move, Drop):
+                self._events.add("not done", attempt, move.tier, f"{move.reason}; but {why_not}")
+            return False, None
+        if copy in self.busy:
+            return False, None  # it is asked for again at the next event
         if isinstance(move, Flush):
-            attempt = Attempt.parse(move.checkpoint)
-            assert attempt is not None
-            yield self.flushers[move.tier].want(attempt, move.parts)
-        elif self.may_drop(move.tier):
-            attempt = Attempt.parse(move.checkpoint)
-            assert attempt is not None
-            self.busy.add((move.checkpoint, move.tier))
-            self._chain.catalog.remove(attempt, self._chain.named(move.tier))  # the next move must not count on it
-            self._keep(self._drop(move, attempt))
+            return True, self._want(move, attempt)
+        if isinstance(move, Cancel):
+            return self.may_cancel and self._cancel(move, attempt), None
+        if copy in view.promised or not self._chain.catalog.notes.known:
+            return False, None  # more of it is on its way there; or nobody knows what is kept
+        if not self.may_drop(move.tier):
+            return False, None
+        self.busy.add(copy)
+        self.leaving.add(copy)  # the next move must not count on it
+        self._keep(self._drop(move, attempt, self._chain.named(move.tier)))
+        return True, None
 
-    async def _drop(self, move: Drop, attempt: Attempt) -> None:
-        chain, tier = self._chain, self._chain.named(move.tier)
+    def _want(self, move: Flush, attempt: Attempt) -> Goal:
+        flusher = self.flushers[move.tier]
+        known = len(flusher.goals)
+        goal = flusher.want(attempt, move.parts)
+        if len(flusher.goals) > known:
+            what = "" if move.parts is None else f" ({', '.join(move.parts)})"
+            self._events.add("planned", attempt, move.tier, move.reason + what)
+        return goal
+
+    def _cancel(self, move: Cancel, attempt: Attempt) -> bool:
+        if not self.flushers[move.tier].cancel(attempt, move.reason):
+            return False
+        self.cancelled(attempt, move.tier)
+        self._events.add("cancelled", attempt, move.tier, move.reason)
+        log.warning("step %d does not go to %s: %s", attempt.step, move.tier, move.reason)
+        return True
+
+    async def _drop(self, move: Drop, attempt: Attempt, tier: Tier) -> None:
+        catalog = self._chain.catalog
+        manifest = catalog.known_manifest(attempt, tier)
         try:
-            if self.before_drop is not None:
-                await self.before_drop(tier, attempt)
-            log.info("deleting step %d from %s: %s", attempt.step, move.tier, move.reason)
-            with chain.catalog.deleting(attempt, tier):
-                await tier.drop([CheckpointKey(chain.run, move.checkpoint)])
+            await self._verifier.check_below(attempt, tier)
+            self.leaving.discard((move.checkpoint, move.tier))
+            if refusal(move, self.views.now(), self._leased()) is not None:  # since it was asked for
+                return
+            with catalog.deleting(attempt, tier):
+                await self._deleter.delete(attempt, tier, manifest, move.reason)
         except StepwellError as error:  # it is debris now, or is found again by the next scan; training goes on
             log.warning("deleting step %d from %s failed: %s", attempt.step, move.tier, error)
         finally:
+            self.leaving.discard((move.checkpoint, move.tier))
             self.busy.discard((move.checkpoint, move.tier))
+        await self._verifier.repair()  # not before: while the good copy is to go, nothing may be read from it
 
     def _evicted(self, checkpoint: CheckpointKey) -> None:
         """Host memory has lost a part of it: nothing may count on that copy any more."""
@@ -106,59 +154,44 @@ class Steering:
     def _leased(self) -> frozenset[str]:
         return frozenset(attempt.folder for attempt, readers in self._chain.catalog.reading.items() if readers)
 
-    async def view(self) -> View:
-        """What is where, as policies see it."""
-        catalog = self._chain.catalog
-        unknown = [
-            (attempt, holding.tier)
-            for attempt, held in catalog.holdings.items()
-            for holding in held
-            if catalog.known_manifest(attempt, holding.tier) is None
-        ]
-        # all at once: a tier that does not answer costs the time of one call, not of one for each checkpoint
-        asked = (catalog.manifest(attempt, tier) for attempt, tier in unknown)
-        for answer in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(answer, StepwellError):
-                log.warning("%s", answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-        return self._facts()
-
-    def _facts(self) -> View:
-        """The view now, of all whose manifests have been read. Without a pause nothing in it can be out of date."""
-        checkpoints = tuple(self._checkpoint(attempt) for attempt in sorted(self._chain.catalog.holdings))
-        tiers = tuple(self._tier(tier) for tier in self._chain.tiers)
-        return View(self._chain.clock.monotonic(), tiers, checkpoints, self.promised)
-
-    def _checkpoint(self, attempt: Attempt) -> CheckpointView:
-        catalog = self._chain.catalog
-        held = [(h.tier.info.name, catalog.known_manifest(attempt, h.tier)) for h in catalog.holdings[attempt]]
-        known = {name: manifest for name, manifest in held if manifest is not None}
-        last = list(known.values())[-1:]
-        return CheckpointView(
-            attempt.folder,
-            attempt.step,
-            max((manifest.size for manifest in known.values()), default=0),
-            frozenset(name for name, manifest in known.items() if manifest.complete),
-            frozenset(name for name, manifest in known.items() if not manifest.complete),
-            abandoned=abandoned(attempt, catalog.rewinds),
-            tags=tuple(last[0].tags) if last else (),
-            metrics={k: v for k, v in last[0].metrics.items() if isinstance(v, float)} if last else {},
-            made=last[0].made if last else 0.0,
-        )
-
-    def _tier(self, tier: Any) -> TierView:
-        info, usage = tier.info, tier.usage()
-        flusher = self.flushers.get(info.name)
-        return TierView(
-            info.name, info.scope, info.survives, info.capacity_bytes, usage.physical_bytes, usage.free_bytes,
-            healthy=flusher is None or not flusher.failing,
-        )  # fmt: skip
-
     @property
     def promised(self) -> frozenset[tuple[str, str]]:
         """(checkpoint, tier) of all flushes that are decided and not done."""
         return frozenset((goal.attempt.folder, name) for name, f in self.flushers.items() for goal in f.goals)
+
+    async def look_for_idle(self) -> None:
+        """Tells the policies of tiers that have become idle since the last look."""
+        idle = {name for name in self.flushers if self.views.idle(name)}
+        new, self._idle = idle - self._idle, idle
+        for name in sorted(new):
+            await self.on(Idle(name))
+
+    async def may_free(self, tier: Tier) -> bool:
+        """Whether policies would let something go on `tier` as soon as promises allow it, or it is going already."""
+        name = tier.info.name
+        if any(there == name for _, there in self.busy):
+            return True
+        view = await self.views.look()
+        drops = [move for policy in self._policies for move in policy.decide(Pressure(name), view)]
+        waiting = {checkpoint for checkpoint, _ in view.promised}
+        return any(isinstance(move, Drop) and move.tier == name and move.checkpoint in waiting for move in drops)
+
+    def outlook(self) -> list[Outlook]:
+        """What will happen next with each copy, as policies tell it."""
+        view = self.views.now()
+        found = [
+            Outlook(a.step, a.folder, goal_tier, f"waits for its turn{f': {goal.error}' if goal.error else ''}")
+            for goal_tier, flusher in self.flushers.items()
+            for goal in flusher.goals
+            if (a := goal.attempt)
+        ]
+        for policy in self._policies:
+            explain = getattr(policy, "explain", None)
+            if explain is not None:
+                for checkpoint, words in explain(view).items():
+                    if (attempt := Attempt.parse(checkpoint)) is not None:
+                        found.append(Outlook(attempt.step, checkpoint, getattr(policy, "tier", ""), words))
+        return found
 
     async def closing(self) -> None:
         """Asks what must still get down, and lets the queues hurry."""

@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import logging
 import os
+import signal
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 from stepwell.agreement import Agreement
-from stepwell.catalog import Catalog, Debris
+from stepwell.catalog import Catalog
 from stepwell.chain import Chain
-from stepwell.checkpoint import Checkpoint
+from stepwell.checkpoint import Checkpoint, check_metrics
 from stepwell.clock import Clock, SystemClock
-from stepwell.describing import describe_all
+from stepwell.draining import DrainReport
 from stepwell.ending import Ending, open_stores
-from stepwell.errors import ConfigError, NotPlanned, SaveFailed, StateError, StoreClosed, WaitTimeout
+from stepwell.errors import ConfigError, SaveFailed, StateError, WaitTimeout
 from stepwell.files import read_sidecars
+from stepwell.forking import Origin
 from stepwell.jobs import Job, current_job
 from stepwell.line import Line
+from stepwell.looking import Looking
 from stepwell.mover import Mover
 from stepwell.policies.base import Policy
+from stepwell.preemption import Preemption
 from stepwell.prefetching import Prefetch
 from stepwell.restoring import Wish, restore
 from stepwell.runtime import Runtime
-from stepwell.saving import Order, Save, SaveRecord, check_metrics, check_step
-from stepwell.settings import Settings
+from stepwell.saving import Order, Save, SaveRecord, check_step
+from stepwell.settings import Settings, TierOptions
 from stepwell.state import PlanCache, capture
-from stepwell.status import StoreStatus, status_of
 from stepwell.tiers.base import Tier
 from stepwell.tiers.host import HostTier
+from stepwell.units import parse_duration
 from stepwell.warm import Ref, start_prefetch
 from stepwell.writer import RunWriter
 
 T = TypeVar("T")
+DRAIN_GRACE_S = 5.0  # on top of the limit that the loop keeps: an answer that does not come then never comes
 SKIP_S = 1.0  # how long a loop that is busy may take to note that a save was given up
 log = logging.getLogger("stepwell")
 
 
-class CheckpointStore:
+class CheckpointStore(Looking):
     """Checkpoints of one run on a chain of tiers. Made by `stepwell.open`.
 
     A context manager: leaving it closes the store, which waits for the saves that are under way.
@@ -55,11 +59,13 @@ class CheckpointStore:
         settings: Settings,
         policies: Sequence[Policy] = (),
         clock: Clock | None = None,
+        options: Mapping[str, TierOptions] | None = None,
     ) -> None:
         self.run, self.mode = run, mode
         self.tiers = tuple(tiers)
         self._pid = os.getpid()
         self._settings = settings
+        self._options = dict(options or {})
         self._clock = clock or SystemClock()
         self._runtime = Runtime.get()
         self.catalog = Catalog(run, tiers)
@@ -67,6 +73,7 @@ class CheckpointStore:
         self._calls = 0
         self._restores = 0
         self._line = Line(run)
+        self._origin: Origin | None = None
         self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
         self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
@@ -87,23 +94,13 @@ class CheckpointStore:
         host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
         arena = host.arena if host is not None else self._runtime.staging()
         self.mover = Mover(self._runtime.copier, arena, host)
-        chain = Chain(self.run, self.tiers, self.mover, self.catalog, self._clock, self._settings)
+        chain = Chain(self.run, self.tiers, self.mover, self.catalog, self._clock, self._settings, self._options)
         self._chain = chain
         self._writer = RunWriter(chain, policies)
 
-    def _wait(self, work: Coroutine[Any, Any, T], timeout: float | None = None, what: str = "the call") -> T:
-        try:
-            self._check_open()
-        except StoreClosed:
-            work.close()
-            raise
-        return self._runtime.run(work, timeout, what)
-
-    def _check_open(self) -> None:
-        if self._pid != os.getpid():
-            raise StoreClosed("this store was opened in the parent of this process", todo="Open it again", run=self.run)
-        if self.ending.closed:
-            raise StoreClosed("the store is closed", todo="Open it again", run=self.run)
+    def begin_from(self, origin: Origin) -> None:
+        """The run is a fork: as long as it has nothing better of its own, it goes on from `origin`."""
+        self._origin = self._writer.owner.origin = origin
 
     # -- saving --------------------------------------------------------------------------
 
@@ -216,7 +213,8 @@ class CheckpointStore:
             except WaitTimeout as error:
                 todo = "Some tier hangs; the next save is tried again"
                 raise SaveFailed(f"the checkpoint was skipped: {error}", todo=todo, step=step, run=self.run) from error
-            self._line.newest = max((a.step for a in self.catalog.newest_first()), default=-1)
+            begun = -1 if self._origin is None else self._origin.step
+            self._line.newest = max((a.step for a in self.catalog.newest_first()), default=begun)
         return self._line.check(step)
 
     def rewind(self, step: SupportsIndex) -> None:
@@ -227,7 +225,8 @@ class CheckpointStore:
         self._check_writable()
         step = check_step(step)
         self._wait(self.catalog.refresh())
-        self.catalog.at_step(step)
+        if self._origin is None or step != self._origin.step:
+            self.catalog.at_step(step)
         self._note_base(step)
 
     def _note_base(self, step: int) -> None:
@@ -276,7 +275,7 @@ class CheckpointStore:
         self._restores += 1
         group = f"stepwell/{self.run}/{self._settings.open_number}/{job.restarts}/restore-{self._restores}"
         agreement = Agreement(job, group, self._settings.rank_timeout_seconds, run)
-        done = restore(self.mover, self.catalog, wish, agreement, run, self._runtime.start)
+        done = restore(self.mover, self.catalog, wish, agreement, run, self._runtime.start, self._origin)
         if done is None:
             return None
         self._note_base(done.checkpoint.step)
@@ -284,16 +283,7 @@ class CheckpointStore:
             self._runtime.loop.call_soon_threadsafe(self._writer.repair, done.bad, done.record)
         return done.checkpoint
 
-    def _settle(self, timeout: float | None = None) -> None:
-        """Waits until this store's own saves are on some tier, so that a restore sees them; errors are their own."""
-        deadline = None if timeout is None else self._clock.monotonic() + timeout
-        for save in self._saves:
-            for tier in self.tiers:
-                left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
-                with contextlib.suppress(NotPlanned):
-                    with contextlib.suppress(SaveFailed, WaitTimeout):
-                        save.wait(tier.info.name, timeout=left)
-                    break
+    # -- moving --------------------------------------------------------------------------
 
     def prefetch(self, refs: Ref | Sequence[Ref], to: str = "host") -> Prefetch:
         """Brings checkpoints up before they are asked for; returns at once, with a handle for progress, wait, cancel.
@@ -303,41 +293,9 @@ class CheckpointStore:
         chunks in memory, until their room is needed; or a storage tier, for checkpoints of this run.
         """
         wanted = [refs] if isinstance(refs, SupportsIndex | str | os.PathLike) else list(refs)
-        tier = next((t for t in self.tiers if t.info.name == to), None)
-        if tier is None:
-            names = ", ".join(t.info.name for t in self.tiers)
-            raise ConfigError(f"there is no tier {to!r}", todo=f"The tiers are {names}")
+        tier = self._named(to)
         self._check_open()
         return start_prefetch(self, self._runtime, self._chain, self._writer, wanted, tier)
-
-    # -- looking -------------------------------------------------------------------------
-
-    def checkpoints(self, *, abandoned: bool = False) -> list[Checkpoint]:
-        """The run's checkpoints, by step; with `abandoned`, those that rewinds left behind, too."""
-
-        async def listed() -> list[Checkpoint]:
-            await self.catalog.refresh()
-            wanted = list(self.catalog.holdings) if abandoned else self.catalog.newest_first()
-            return await describe_all(self.catalog, sorted(wanted, key=lambda a: (a.step, a)))
-
-        return self._wait(listed())
-
-    def latest(self, tier: str | None = None) -> Checkpoint | None:
-        """The newest checkpoint, or the newest that `tier` holds; None if there is none."""
-        found = [c for c in self.checkpoints() if tier is None or tier in c.tiers]
-        return found[-1] if found else None
-
-    def debris(self) -> list[Debris]:
-        """What saves that are not committed have left on the tiers, one that is under way included.
-
-        A writer removes it once its owner is certainly dead.
-        """
-
-        async def found() -> list[Debris]:
-            await self.catalog.refresh()
-            return list(self.catalog.debris)
-
-        return self._wait(found())
 
     def flush(
         self, step: SupportsIndex | None = None, to: str | None = None, *, parts: Sequence[str] | None = None
@@ -349,11 +307,7 @@ class CheckpointStore:
         self._check_writable()
         step = None if step is None else check_step(step)
         self._settle()
-        target = self.tiers[-1] if to is None else next((t for t in self.tiers if t.info.name == to), None)
-        if target is None:
-            raise ConfigError(
-                f"there is no tier {to!r}", todo=f"The tiers are {', '.join(t.info.name for t in self.tiers)}"
-            )
+        target = self.tiers[-1] if to is None else self._named(to)
 
         async def down() -> None:
             await self.catalog.refresh()
@@ -364,11 +318,48 @@ class CheckpointStore:
 
         self._wait(down())
 
-    def status(self) -> StoreStatus:
-        """Tiers, backlog, health, last errors, and the newest durable step of each tier, as of now. No I/O."""
-        return self._wait(status_of(self._chain, self._writer, self._record))
+    def drain(self, within: str | float = "30s") -> DrainReport:
+        """Brings down now what matters most: the newest checkpoint first, to the nearest tier that outlives the node,
+        then to the last one; then older ones that are on their way. What cannot be there in time lets others pass.
+
+        within: a time such as "30s", or seconds; a preemption shortens it to what is left. Waits for the saves under
+        way first. Returns in time whatever a tier does, and says what is where and what is not; that goes on
+        afterwards, from the bytes that are there. Every rank of a job calls it.
+
+        Raises SaveFailed if nothing has become durable for `max_unsaved`, RunBusy if somebody else writes the run.
+        """
+        self._check_writable()
+        limit_s = self.ending.within(parse_duration(within))
+        report = self._wait(self.ending.drainer.run(limit_s, current_job()), limit_s + DRAIN_GRACE_S, "draining")
+        self._record.check_unsaved()
+        return report
 
     # -- the end -------------------------------------------------------------------------
+
+    def handle_preemption(
+        self, signals: int | Sequence[int] = (signal.SIGTERM,), grace: str | float = "30s"
+    ) -> Preemption:
+        """Listens to signals that announce the end of this process; returns a handle with `remove()`. Idempotent.
+
+        The handler notes the time, and calls the one that was there before; the default action is left to a signal
+        that comes again, more than a second later. `preempted` then says so, and `close` and `drain` keep within
+        what is left of `grace`, counted from the signal. `close` puts the old handlers back.
+
+        Raises ConfigError outside of the main thread, or if other signals or another grace were asked for before.
+        """
+        self._check_open()
+        self.ending.preemption.handle(signals, grace)
+        return self.ending.preemption
+
+    def preempted(self, step: SupportsIndex) -> bool:
+        """Whether to save and stop now: the same answer on all ranks of a job, which all call it equally often.
+
+        Alone, from the first call after the signal on. With several ranks, whichever has heard it, in the next but
+        one at the latest: what ranks give in one call is read in the next, so that none waits long for another.
+        False without `handle_preemption`, unless another rank has heard a signal. Raises StepwellError if one is gone.
+        """
+        self._check_open()
+        return self.ending.preemption.preempted(check_step(step), current_job())
 
     def close(self, timeout: float | None = None) -> None:
         """Waits until all saves are on every tier that they go to, the newest first, then gives the run up. Idempotent.

@@ -2,8 +2,9 @@
 
 A rewind to step s at attempt a abandons every earlier attempt at a step above s. The list of rewinds
 travels in each manifest, so the newest manifest alone tells which of the folders beside it are abandoned,
-and no other manifest needs to be read for that. (Alternative considered: a timeline id in each folder's
-name, which would make a rewind a rename.)
+and no other manifest needs to be read for that. A rewind by hand, which no save follows for now, is a record
+of its own; `merged` puts it among them. (Alternative considered: a timeline id in each folder's name, which
+would make a rewind a rename.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ def abandoned(attempt: Attempt, rewinds: Iterable[Rewind]) -> bool:
 def add_rewind(rewinds: Sequence[Rewind], new: Rewind) -> list[Rewind]:
     """`rewinds` with `new` at its end, without those that it makes redundant."""
     return [old for old in rewinds if old.to < new.to] + [new]
+
+
+def merged(*told: Iterable[Rewind]) -> list[Rewind]:
+    """All rewinds that were told of, wherever and in whatever order, as one list without redundant ones."""
+    line: list[Rewind] = []
+    for rewind in sorted({r for some in told for r in some}, key=lambda r: (r.epoch, r.call, -r.to)):
+        line = add_rewind(line, rewind)
+    return line
 
 
 def current(attempts: Iterable[Attempt], rewinds: Sequence[Rewind]) -> list[Attempt]:

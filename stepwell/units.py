@@ -86,12 +86,12 @@ def _size_hint(number: str, unit: str, per: str) -> str:
     return f"Write {number}{letter}iB{per} (powers of 1024) or {number}{letter}B{per} (powers of 1000)"
 
 
-def parse_duration(value: object) -> float:
-    """Seconds: from '1h', '2min', '1h 30min', '30s', '250ms', or a number of seconds. Above 0."""
+def parse_duration(value: object, *, or_zero: bool = False) -> float:
+    """Seconds: from '1h', '2min', '1h 30min', '30s', '250ms', or a number of seconds. Above 0, or 0 with `or_zero`."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(f"{value!r} is not a time", todo=_DURATION_TODO)
     seconds = _seconds(value.strip()) if isinstance(value, str) else value
-    if not 0 < seconds <= DURATION_S_MAX:  # false for NaN, too
+    if not (0 < seconds <= DURATION_S_MAX or or_zero and seconds == 0):  # not for NaN, either
         raise ConfigError(f"{value!r} is out of range for a time", todo=_DURATION_TODO)
     return float(seconds)
 

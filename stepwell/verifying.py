@@ -15,8 +15,19 @@ from stepwell import native
 from stepwell.catalog import Catalog, Debris, Holding
 from stepwell.edges import VERIFY
 from stepwell.errors import CorruptData, StepwellError
-from stepwell.format.names import MANIFEST, RUN_FILE, Attempt, epoch_file, rank_file, rank_of
-from stepwell.format.records import EpochRecord, Manifest, RankRecord, RunRecord, Sealed, Seen, ShardRecord, decode
+from stepwell.format.names import MANIFEST, RUN_FILE, Attempt, epoch_file, note_file, rank_file, rank_of
+from stepwell.format.records import (
+    EpochRecord,
+    Manifest,
+    Note,
+    RankRecord,
+    Rewound,
+    RunRecord,
+    Sealed,
+    Seen,
+    ShardRecord,
+    decode,
+)
 from stepwell.mover import Mover
 from stepwell.places import Named, NoProgress, Opened, Progress, Ref, look_up, mover, opened, run_whole
 from stepwell.plainfiles import check_plain
@@ -74,25 +85,28 @@ class Report:
         return sum(len(one.problems) for one in (*self.checked, *self.records))
 
 
-def verify(ref: Ref, progress: Progress | None = None) -> Report:
+def verify(ref: Ref, progress: Progress | None = None, report: Report | None = None) -> Report:
     """Checks one checkpoint, a range, or with a run's path the whole run, its own records too. Foreign safetensors
     files carry no checksums: of them only the structure is checked.
 
     What is wrong is in the report; raises only if there is nothing that could be checked: CheckpointNotFound,
     FormatError, TierUnavailable.
+
+    report: is filled, one checkpoint after the other, so that what was found is known after an interrupt, too.
     """
     named = look_up(ref)
-    progress = progress or NoProgress()
+    progress, report = progress or NoProgress(), report or Report(named.text)
     if named.place.kind == "plain":
         folder, only = named.place.folder, named.place.file
         sizes, wrong = check_plain(folder, only)
         problems = [Problem(file, what) for file, what in wrong]
-        return Report(named.text, [Verified(folder.name, None, "disk", False, len(sizes), 0, problems)])
-    return run_whole(_verify(named, progress))
+        report.checked.append(Verified(folder.name, None, "disk", False, len(sizes), 0, problems))
+    else:
+        run_whole(_verify(named, progress, report))
+    return report
 
 
-async def _verify(named: Named, progress: Progress) -> Report:
-    report = Report(named.text)
+async def _verify(named: Named, progress: Progress, report: Report) -> None:
     async with opened(named) as run:
         pairs = [(attempt, holding) for attempt in run.chosen for holding in run.catalog.holdings[attempt]]
         for _, holding in pairs:
@@ -105,7 +119,6 @@ async def _verify(named: Named, progress: Progress) -> Report:
         if named.place.kind == "run" and not named.place.selected:
             report.records = [await _run_records(run, tier) for tier in run.tiers]
             report.debris = sorted(run.catalog.debris, key=lambda d: (d.attempt.step, d.attempt))
-    return report
 
 
 async def _run_records(run: Opened, tier: Tier) -> Verified:
@@ -114,6 +127,9 @@ async def _run_records(run: Opened, tier: Tier) -> Verified:
     wanted: dict[str, type[Sealed]] = {RUN_FILE: RunRecord}
     for epoch in run.catalog.epochs.get(tier.info.name, []):
         wanted |= {epoch_file(epoch): EpochRecord, epoch_file(epoch, "seen.json"): Seen}
+        wanted[epoch_file(epoch, "rewind.json")] = Rewound
+    if tier is run.catalog.notes.tier:
+        wanted |= {note_file(number): Note for number in run.catalog.notes.numbers}
     for name, kind in wanted.items():
         try:
             data = await tier.fetch(RecordKey(run.run, name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Coroutine, Sequence
@@ -11,28 +10,31 @@ from functools import partial
 from typing import Any
 
 from stepwell.backoff import Backoff
-from stepwell.chain import Chain, reserve
-from stepwell.errors import CheckpointGone, NotPlanned, RunBusy, StepwellError, StoreClosed, TierError, TierFull
+from stepwell.chain import Chain
+from stepwell.deletion import Deleter
+from stepwell.errors import NotPlanned, SaveSkipped, StepwellError, StoreClosed
+from stepwell.events import EventLog, LogKeeper
 from stepwell.flushing import Flusher, Goal
-from stepwell.format.names import Attempt, rank_file
-from stepwell.format.records import RankRecord, ShardRecord
+from stepwell.flushwork import FlushWork
+from stepwell.format.names import Attempt
+from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
-from stepwell.policies.base import Committed, Opened, Policy
-from stepwell.reader import read_record
-from stepwell.reading import Healing, Reading
+from stepwell.policies.base import Committed, Noted, Opened, Policy, Pressure
+from stepwell.policies.flush import DropBacklog
 from stepwell.savework import Saver
 from stepwell.saving import Save
 from stepwell.steering import Steering
-from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
+from stepwell.tiers.base import Tier
 from stepwell.tiers.host import Priority
 from stepwell.units import format_bytes, format_duration
+from stepwell.verification import Verifier
 
 log = logging.getLogger("stepwell")
 
-#: between two looks whether a copy that is being deleted is gone
-BUSY_LOOK_S = 0.05
+#: how often a rank that does not delete on a tier looks for room there
+ROOM_LOOK_S = 0.5
 
 
 class RunWriter:
@@ -53,10 +55,26 @@ class RunWriter:
             tier.info.name: Flusher(tier, partial(self._flush_once, tier), chain.clock, Backoff(rng))
             for tier in chain.storage
         }
-        self.steering = Steering(chain, policies, self.flushers, self._keep)
-        self.steering.may_drop, self.steering.before_drop = self._may_drop, self._before_drop
+        self.busy: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that are being deleted or repaired
+        self.events = EventLog(chain.clock)
+        self._mender = Mender(chain, self.owner, self.busy)
+        self.deleter = Deleter(chain, self.owner, self.events, self._keep, self.busy)
+        verifier = Verifier(chain, self._mender, self.events)
+        if chain.settings.on_pressure == "newest-wins":
+            policies = [DropBacklog(), *policies]  # before what retains, which may only then let go
+        self.steering = Steering(chain, policies, self.flushers, self.deleter, verifier, self._keep)
+        self.steering.may_drop = self._may_drop
+        self.steering.views.saving = lambda: bool(self.saver.under_way)
+        self.events.outlook = self.steering.outlook
+        self.saver.make_room, self.saver.may_free = self._make_room, self._may_free
+        for flusher in self.flushers.values():
+            flusher.on_done = lambda goal: self._keep(self.steering.look_for_idle())
+            flusher.on_failed = partial(self._tried, flusher)
+        self.steering.cancelled = self._taken_back
+        self.work = FlushWork(chain, self.owner, self.deleter, self._keep)
+        self._log_keeper = LogKeeper(self.events, chain.run, chain.authority, chain.clock)
+        self._log_keeping: asyncio.Task[None] | None = None
         self._below = [tier.info.name for tier in chain.storage[1:]]
-        self._mender = Mender(chain, self.owner, self.steering.busy)
 
     # -- saves ---------------------------------------------------------------------------
 
@@ -65,14 +83,19 @@ class RunWriter:
         task = asyncio.current_task()
         assert task is not None
         self._saving[task] = save
-        task.add_done_callback(lambda done: self._saving.pop(done))
+        task.add_done_callback(self._ended)
         try:
             attempt = await self.saver.save(save)
         except asyncio.CancelledError:
             save.fail(StepwellError("the save was abandoned", step=save.step))
             raise
         except StepwellError as error:
-            log.error("saving step %d failed: %s", save.step, error)
+            skipped = isinstance(error, SaveSkipped)
+            if skipped:
+                log.warning("step %d was skipped: %s", save.step, error)
+            else:
+                log.error("saving step %d failed: %s", save.step, error)
+            self.events.add("skipped" if skipped else "failed", save.step, reason=str(error))
             save.fail(error)
             return
         except Exception as error:
@@ -81,11 +104,14 @@ class RunWriter:
             return
         self._tell_room(save)
         save.mark_durable()
+        took = self._chain.clock.monotonic() - save.began
+        self.events.add("saved", attempt, self._chain.first.info.name, size_bytes=save.nbytes, seconds=took)
         self._newest = save, attempt
         try:
             await self._after_takeover()
             await self.steering.on(Committed(attempt.folder, self._chain.first.info.name))
             await self._follow(save, attempt)
+            await self.steering.look_for_idle()
         except asyncio.CancelledError:
             save.fail(StoreClosed("the store was closed before the checkpoint was there"), self._below)
             raise
@@ -109,6 +135,7 @@ class RunWriter:
                 f"{format_duration(oldest_s)}; host memory is {format_bytes(arena.capacity_bytes)}"
             )
         log.error("step %d was skipped: save() blocked for %s: %s", save.step, format_duration(blocked_s), why)
+        self.events.add("skipped", save.step, reason=f"save() blocked for {format_duration(blocked_s)}: {why}")
         what = f"a checkpoint of {format_bytes(save.nbytes)} was skipped: save() blocked for block_timeout"
         todo = "The next save is tried again"
         save.fail(StepwellError(f"{what} ({format_duration(blocked_s)}): {why}", todo=todo, step=save.step))
@@ -127,7 +154,7 @@ class RunWriter:
                 save.planned(name)
                 goal.done.add_done_callback(partial(self._flushed, save, name))
                 self._keep(self._report(save, goal, name))
-            elif await self._has(attempt, tier, None):
+            elif await self.work.has(attempt, tier, None):
                 save.mark_committed(name, self._chain.clock.monotonic())
             else:
                 self._not_planned(save, name)
@@ -141,7 +168,7 @@ class RunWriter:
     async def _foresee(self, save: Save, attempt: Attempt) -> None:
         """Ends waits that would be in vain before the first tier has the checkpoint."""
         try:
-            planned = await self.steering.foresee(attempt, save.nbytes)
+            planned = await self.steering.foresee(attempt, save.nbytes, save.parts)
         except Exception as error:  # it is decided, and said, when the checkpoint is there
             log.debug("cannot foresee where step %d goes: %s", save.step, error)
             return
@@ -152,6 +179,8 @@ class RunWriter:
     def _flushed(self, save: Save, tier: str, done: asyncio.Future[None]) -> None:
         if (error := done.exception()) is None:
             save.mark_committed(tier, self._chain.clock.monotonic())
+        elif isinstance(error, NotPlanned):
+            save.not_planned(tier, error)
         else:
             save.fail(error, [tier])
 
@@ -181,15 +210,14 @@ class RunWriter:
     async def _open_up(self) -> None:
         await self.steering.on(Opened())
         self._keep(self._mender.mend())
+        self.steering.may_cancel = self.owner.job.leader
         if self.owner.job.leader:
-            self._keep(self.owner.clean(self.steering.busy, lambda: self.steering.promised))
+            self._keep(self.owner.clean(self.busy, lambda: self.steering.promised, self.deleter.free_later))
+            self._log_keeping = asyncio.ensure_future(self._log_keeper.keep(self.owner.writership.epoch))
 
     def _may_drop(self, tier: str) -> bool:
         """Of all ranks that see the tier, the lowest deletes there."""
         return self.owner.committer.covered(self._chain.named(tier))[0] == self.owner.job.rank
-
-    async def _before_drop(self, tier: Tier, attempt: Attempt) -> None:
-        await self.owner.writership.require(tier, attempt.step)
 
     # -- flushes -------------------------------------------------------------------------
 
@@ -200,121 +228,68 @@ class RunWriter:
         """
         await self.owner.take(job)
         await self._after_takeover()
-        if not await self._has(attempt, tier, parts):
+        if not await self.work.has(attempt, tier, parts):
             await self.flushers[tier.info.name].want(attempt, parts, Priority.RESTORE).wait()
 
     async def lift(self, attempt: Attempt, tier: Tier, job: Job) -> None:
         """Copies this rank's part of a checkpoint up to a storage tier and commits it there, when there is time."""
         await self.owner.take(job)
         await self._after_takeover()
-        if not await self._has(attempt, tier, None):
+        if not await self.work.has(attempt, tier, None):
             await self.flushers[tier.info.name].want(attempt, None, Priority.PREFETCH).wait()
 
-    async def _has(self, attempt: Attempt, tier: Tier, parts: Sequence[str] | None) -> bool:
-        """Whether these parts (None: all) are committed there."""
-        if not any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, [])):
-            return False
-        absent = set((await self._chain.catalog.manifest(attempt, tier)).absent)
-        return not (absent if parts is None else absent & set(parts))
-
     async def _flush_once(self, tier: Tier, goal: Goal) -> None:
-        """One try. What it has written stays for the next, unless the tier is full."""
-        chain, attempt = self._chain, goal.attempt
-        while (attempt.folder, tier.info.name) in self.steering.busy:  # what is left of an earlier try is being removed
-            await chain.clock.sleep(BUSY_LOOK_S)
-        await self.owner.writership.require(tier, attempt.step)  # else the next writer's files would be in our hands
-        healing = Healing()
-        record, data = await read_record(chain.catalog, attempt, self.owner.job.rank, healing)
-        wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)
-        if any(h.tier is tier for h in chain.catalog.holdings.get(attempt, [])):
-            there = set(record.parts) - set((await chain.catalog.manifest(attempt, tier)).absent)
-            if wanted <= there:
-                return
-            wanted |= there
-            await self._make_way(
-                attempt, tier, [s for s in record.shards if any(s.file in record.parts[p] for p in there)]
-            )
-        files = {file for part in wanted for file in record.parts[part]}
-        key = CheckpointKey(chain.run, attempt.folder)
-        shards = [shard for shard in record.shards if shard.file in files]
-        sizes = [(ShardKey(key, shard.file), shard.size) for shard in shards]
-        own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(self.owner.job.rank)}")
-        whole = await self._is_whole(tier, own, data, [key for key, _ in sizes], attempt.step)
-        reserved = [] if whole else await reserve(tier, sizes, resume=True)
-        sources = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
-        if chain.first not in sources and tier is not chain.first:
-            sources.append(chain.first)  # it has the checkpoint before host memory may lose it
-        try:
-            for shard, reservation in zip([] if whole else shards, reserved, strict=True):
-                reading = Reading(
-                    reservation.shard, sources, shard.crcs(), healing, Priority.FLUSH,
-                    target=tier.info.name, write_limit=tier.info.write_bytes_per_s,
-                )  # fmt: skip
-                await chain.mover.copy(reading, tier, shard.size, resumed=reservation.resumed)
-            await self._copy_sidecars(tier, sources, attempt, record)
-            await self.owner.write_run_record(tier)
-            rest = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in files]
-            if rest:  # left by an earlier try of all: beside the record a later writer would take them for whole
-                await self.owner.writership.require(tier, attempt.step)
-                await tier.drop(rest)
-            goal.copied.set()
-            absent = sorted(set(record.parts) - wanted)
-            manifest = await self.owner.committer.publish(tier, attempt, data, reserved, absent=absent)
-        except BaseException as error:
-            self._keep(self._let_go(tier, attempt, reserved, keep_bytes=_may_go_on(error)))
-            raise
-        chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
-        self._keep(self.steering.on(Committed(attempt.folder, tier.info.name)))
+        began = self._chain.clock.monotonic()
+        manifest = await self.work.once(tier, goal)
+        if manifest is not None:
+            took = self._chain.clock.monotonic() - began
+            self.events.add("flushed", goal.attempt, tier.info.name, size_bytes=manifest.size, seconds=took)
+            self._keep(self.steering.on(Committed(goal.attempt.folder, tier.info.name)))
 
-    async def _make_way(self, attempt: Attempt, tier: Tier, shards: Sequence[ShardRecord]) -> None:
-        """Removes a partial copy, so that more parts can come: a manifest is never replaced.
+    def _tried(self, flusher: Flusher, goal: Goal, error: StepwellError) -> None:
+        self.events.add("failed", goal.attempt, flusher.tier.info.name, str(error))
 
-        shards: those that it has. Raises CorruptData, before anything is removed, if they are not good elsewhere.
-        """
-        catalog = self._chain.catalog
-        others = [await catalog.manifest(attempt, h.tier) for h in catalog.holdings[attempt] if h.tier is not tier]
-        if self.owner.job.world > 1 or all(manifest.absent for manifest in others):
-            raise StepwellError(
-                "only some parts of the checkpoint are there, and no other tier has all of them for this rank alone",
-                todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
-            )  # fmt: skip
-        sources = [h.tier for h in catalog.holdings[attempt] if h.tier is not tier]
-        for shard in shards:
-            key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
-            await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
-        await self.owner.writership.require(tier, attempt.step)
-        catalog.remove(attempt, tier)
-        await tier.drop([CheckpointKey(self._chain.run, attempt.folder)])
+    def _taken_back(self, attempt: Attempt, tier: str) -> None:
+        self.work.take_back(attempt, self._chain.named(tier))
 
-    async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey], step: int) -> bool:
-        """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
-        because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
-        if await tier.fetch(own) != data:
+    async def noted(self, attempt: Attempt) -> None:
+        """Metrics, tags or keeps of a checkpoint were changed by this process."""
+        if self.owner.taken:
+            await self.steering.on(Noted(attempt.folder))
+
+    # -- room ----------------------------------------------------------------------------
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.saver.holding.discard(self._saving.pop(task))
+        self.deleter.freed.set()  # or it will be, by what this save has made superfluous
+
+    async def _may_free(self, tier: Tier) -> bool:
+        """Whether there will be room on the first tier: earlier saves, once they are there, may let others go."""
+        return bool(self.saver.holding) or await self.steering.may_free(tier)
+
+    async def _make_room(self, tier: Tier, patience_s: float) -> bool:
+        """A save finds no room on `tier`: whether some was freed within so many seconds. False, at once, if there is
+        nothing to wait for."""
+        pressure, freed = self._chain.settings.on_pressure, self.deleter.freed
+        if pressure == "skip" or not self.owner.taken:
             return False
-        try:
-            await (await tier.lease(shards)).close()
-        except CheckpointGone:  # a deletion that did not get to its end left the record
-            await self.owner.writership.require(tier, step)
-            await tier.drop([own])
+        if not self._may_drop(tier.info.name):  # another rank deletes there, and only a scan shows what that has freed
+            await self._chain.clock.sleep(min(patience_s, ROOM_LOOK_S))
+            await self._chain.catalog.refresh()
+            return True
+        freed.clear()
+        if pressure == "newest-wins":
+            await self.steering.on(Pressure(tier.info.name))
+        if self.deleter.hurry(tier) is None and not await self._may_free(tier):
             return False
-        return True
-
-    async def _copy_sidecars(self, tier: Tier, sources: Sequence[Tier], attempt: Attempt, record: RankRecord) -> None:
-        for file in record.draft.files:
-            place = RecordKey(self._chain.run, f"{attempt.folder}/{file}")
-            for source in sources:
-                if (data := await source.fetch(place)) is not None:
-                    await tier.commit(place, data)
-                    break
-
-    async def _let_go(self, tier: Tier, attempt: Attempt, reserved: Sequence[Reservation], keep_bytes: bool) -> None:
-        await self._chain.mover.settled([reservation.shard for reservation in reserved])
-        if keep_bytes:
-            return
-        with contextlib.suppress(RunBusy):  # they are in the next writer's hands, which may have committed them
-            await self.owner.writership.require(tier, attempt.step)
-            for reservation in reserved:
-                await tier.abort(reservation)
+        waiting = asyncio.ensure_future(freed.wait())
+        sleeping = asyncio.ensure_future(self._chain.clock.sleep(patience_s))
+        try:
+            done, _ = await asyncio.wait([waiting, sleeping], return_when=asyncio.FIRST_COMPLETED)
+            return waiting in done
+        finally:
+            waiting.cancel()
+            sleeping.cancel()
 
     # -- repairs -------------------------------------------------------------------------
 
@@ -355,26 +330,35 @@ class RunWriter:
         """Waits for the saves under way and for what policies want of them, the newest first."""
         while self._saving:
             await asyncio.wait(list(self._saving))
+        await self.closing()
+        for flusher in self.flushers.values():
+            await flusher.idle()
+
+    @property
+    def saving(self) -> dict[asyncio.Task[Any], Save]:
+        """The saves under way, by the tasks that carry them out."""
+        return dict(self._saving)
+
+    async def closing(self) -> None:
+        """Asks the policies what must get down before the end, and lets the queues hurry."""
         if self.owner.taken:
+            self.deleter.hurry_all()
             await self._after_takeover()
             await self.steering.closing()
             if self._newest is not None:  # it may have to go where it was not planned to go before
                 await self._follow(*self._newest)
-        for flusher in self.flushers.values():
-            await flusher.idle()
 
     async def close(self, patience_s: float) -> None:
         """Gives up what `finish` has not finished, waits a moment for the rest, then gives the run up."""
         for flusher in self.flushers.values():
             await flusher.close()
+        self.deleter.stop()
+        if self._log_keeping is not None:
+            self._log_keeping.cancel()
+            self._keep(self._log_keeper.write(self.owner.writership.epoch))
         for task in list(self._saving):
             task.cancel()
         if rest := [*self._saving, *self._background]:
             await asyncio.wait(rest, timeout=patience_s)
         # a tier that hangs does not get the last word; the next writer then finds out by itself
         await asyncio.wait([asyncio.ensure_future(self.owner.close())], timeout=patience_s)
-
-
-def _may_go_on(error: BaseException) -> bool:
-    """Whether the next try should find the bytes of this one."""
-    return isinstance(error, TierError | asyncio.CancelledError) and not isinstance(error, TierFull)

@@ -141,6 +141,11 @@ class Arena:
         """What can be had without pushing out a chunk."""
         return (self.count - len(self._slots) + len(self._free)) * self.slot_bytes
 
+    @property
+    def keepable_bytes(self) -> int:
+        """What can be kept more without waiting until something was written down."""
+        return max(0, self.kept_max - self._kept + self._clean) * self.slot_bytes
+
     def grow(self, capacity_bytes: int) -> None:
         """Raises the capacity; memory is made ready when it is needed. Never shrinks."""
         count = capacity_bytes // self.slot_bytes

@@ -20,10 +20,11 @@ class Books:
     """Every shard is reserved or committed; both books hold its logical size.
 
     `physical` holds what a committed shard takes on the medium. `lingering` are deleted shards that a lease
-    still keeps alive: a budget counts them, the catalog does not.
+    still keeps alive: a budget counts them, the catalog does not. The medium gives room in units of `unit_bytes`.
     """
 
     capacity_bytes: int | None = None
+    unit_bytes: int = 1
     reserved: dict[ShardKey, int] = field(default_factory=dict)
     committed: dict[ShardKey, int] = field(default_factory=dict)
     physical: dict[ShardKey, int] = field(default_factory=dict)
@@ -64,7 +65,12 @@ class Books:
     @property
     def taken_bytes(self) -> int:
         """What counts against a capacity."""
-        return sum(self.reserved.values()) + sum(self.physical.values()) + sum(self.lingering.values())
+        return sum(
+            self._whole(size) for book in (self.reserved, self.physical, self.lingering) for size in book.values()
+        )
+
+    def _whole(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.unit_bytes) * self.unit_bytes
 
     def usage(self, free_bytes: int | None) -> Usage:
         if self.capacity_bytes is not None:
@@ -82,9 +88,11 @@ class Books:
         """The refusal if the configured capacity has no room for this shard, which may replace one of that name."""
         if self.capacity_bytes is None:
             return None
-        replaced = self.reserved.get(shard, 0) + self.physical.get(shard, 0)  # debris that a scan saw, for example
+        replaced = sum(
+            self._whole(book.get(shard, 0)) for book in (self.reserved, self.physical)
+        )  # debris, for example
         free = max(0, self.capacity_bytes - self.taken_bytes + replaced)
-        if size_bytes <= free:
+        if self._whole(size_bytes) <= free:
             return None
         detail = f"{tier}: {size_bytes} bytes needed, {free} free of its capacity of {self.capacity_bytes}"
         return Refused("full", detail, size_bytes, free)

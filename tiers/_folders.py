@@ -16,7 +16,8 @@ from stepwell.tiers.base import Found
 MANIFEST_PREFIX = "manifest"
 #: and those from which a later writer commits what a dead one left: gone durably before anything else, too, so that
 #: none comes back after a crash beside shards that were begun anew
-COMMIT_PREFIXES = (MANIFEST_PREFIX, "rank-")
+RANK_PREFIX = "rank-"
+COMMIT_PREFIXES = (MANIFEST_PREFIX, RANK_PREFIX)
 #: of a record that has not got its name yet
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -133,9 +134,9 @@ def check_inside(root: str, path: str) -> None:
 
 
 def check_something_to_commit(folder: str) -> None:
-    """Raises OSError(ENOENT) if nothing of a checkpoint is in its folder any more."""
+    """Raises OSError(ENOENT) if no rank's record is in a checkpoint's folder (any more)."""
     with os.scandir(folder) as entries:
-        if not any(not entry.name.startswith((".", MANIFEST_PREFIX)) for entry in entries):
+        if not any(entry.name.startswith(RANK_PREFIX) for entry in entries):
             raise OSError(errno.ENOENT, "what it commits is gone: another process has deleted it", folder)
 
 

@@ -69,7 +69,8 @@ class InMemory(Tier):
             if self._books.reserved.get(each.shard) != each.size_bytes:
                 raise self._error(errno.EINVAL, "cannot commit: the shard is not reserved", each.shard)
             self._check_whole(each)
-        self._check_something_to_commit(record)
+        if not shards:
+            self._check_something_to_commit(record)
         for each in shards:
             self._books.commit(each.shard)
         self._records[record] = bytes(data)
@@ -77,8 +78,8 @@ class InMemory(Tier):
 
     def _check_something_to_commit(self, record: RecordKey) -> None:
         folder, _, name = record.name.rpartition("/")
-        checkpoint = CheckpointKey(record.run, folder)
-        if name.startswith("manifest") and not (self._books.of(checkpoint) or self._records_of(checkpoint)):
+        others = self._records_of(CheckpointKey(record.run, folder))
+        if name.startswith("manifest") and not any(each.name.startswith(f"{folder}/rank-") for each in others):
             raise tier_error(errno.ENOENT, f"Tier {self.info.name}: what it commits is gone", key=str(record))
 
     async def beat(self, record: RecordKey, data: bytes) -> None:

@@ -70,19 +70,23 @@ async def replace(path: str, data: bytes, executor: Executor) -> None:
 async def fetch(path: str, executor: Executor) -> bytes | None:
     """The file's bytes; None if it is not there."""
     try:
-        async with _opened(path, "rb", executor) as file:
-            data: bytes = await file.read(RECORD_BYTES_MAX + 1)
+        return await _run(executor, _read, path)
     except OSError as error:
         if error.errno in _ABSENT:
             return None
         raise
-    if len(data) > RECORD_BYTES_MAX:
-        raise OSError(errno.EFBIG, f"not a record: more than {RECORD_BYTES_MAX} bytes", path)
-    return data
+
+
+def _read(path: str) -> bytes:
+    """In one call: a run of thousands of checkpoints has as many manifests."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size > RECORD_BYTES_MAX:
+            raise OSError(errno.EFBIG, f"not a record: more than {RECORD_BYTES_MAX} bytes", path)
+        return file.read()
 
 
 @asynccontextmanager
-async def _opened(path: str, mode: Literal["rb", "xb"], executor: Executor) -> AsyncIterator[Any]:
+async def _opened(path: str, mode: Literal["xb"], executor: Executor) -> AsyncIterator[Any]:
     """aiofiles' own context manager closes on asyncio's shared executor, which is gone when the interpreter exits."""
     file = await aiofiles.open(path, mode, executor=executor)
     try:

@@ -31,6 +31,7 @@ class Writers:
         self._calls = calls
         self._medium = medium
         self.files: dict[ShardKey, WriteFile] = {}
+        self._coming: dict[ShardKey, int] = {}  # room that files will take which are being made
         self.space = _folders.Space(0, 0)  # as last seen
         self.detail: dict[str, str] = {}  # what turned out to be different from what was probed
 
@@ -40,7 +41,7 @@ class Writers:
     @property
     def free_bytes(self) -> int:
         """Room that is not promised yet, less what is always left free."""
-        promised = sum(file.unallocated_bytes for file in self.files.values())
+        promised = sum(self._coming.values()) + sum(file.unallocated_bytes for file in self.files.values())
         return max(0, self.space.free_bytes - promised - min(KEEP_FREE_BYTES, self.space.total_bytes // 100))
 
     def can_resume(self, shard: ShardKey, size_bytes: int) -> bool:
@@ -57,7 +58,12 @@ class Writers:
         if missing_bytes > free_bytes:
             detail = f"disk full: {path}: {missing_bytes} bytes needed, {free_bytes} free"
             return Refused("full", detail, missing_bytes, free_bytes)
-        file, resumed = await self._open(path, size_bytes, taken_bytes is not None)
+        self._coming[shard] = missing_bytes  # before the next await: whoever else asks must see it
+        try:
+            file, resumed = await self._open(path, size_bytes, taken_bytes is not None)
+        finally:
+            del self._coming[shard]
+        file.unallocated_bytes = missing_bytes if resumed else size_bytes
         self.files[shard] = file
         number = -await self._medium.allocate(file.fd, size_bytes) if size_bytes else 0
         if number == 0:
@@ -65,7 +71,6 @@ class Writers:
             self.space = replace(self.space, free_bytes=self.space.free_bytes - missing_bytes)
         elif number in _NO_FALLOCATE:
             self.detail["fallocate"] = f"not there: {errno.errorcode[number]}"
-            file.unallocated_bytes = missing_bytes
             try:
                 await self._calls.call(_files.lengthen, file.fd, size_bytes)
             except OSError:

@@ -21,6 +21,9 @@ from typing import Any, Literal, Protocol
 from stepwell.errors import TierError, TierFull, TierUnavailable
 from stepwell.native import Ticket
 
+#: a run's folder of small records that are never replaced and that readers commit, too
+NOTES = "notes"
+
 Scope = Literal["process", "node", "shared"]
 Survives = Literal["nothing", "process", "reboot", "node-loss"]  # what a tier's copy outlives
 
@@ -218,7 +221,8 @@ class Tier(ABC):
         When it returns True, shards and record outlive what `info.survives` says. The record is there
         whole or not at all, and never before the shards are durable. Returns False, changing nothing of
         it, if the record exists already: a record is never replaced. It is durable then, too; `shards` are not.
-        Raises TierError (ENOENT) for a manifest where nothing of its checkpoint is there (any more).
+        Raises TierError (ENOENT) for a manifest without shards where no rank's record is (any more). A tier that was
+        opened for reading only commits records in NOTES, and makes nothing but that folder for them.
         """
 
     @abstractmethod

@@ -30,6 +30,7 @@ from stepwell.tiers._paths import Layout, absolute_root
 from stepwell.tiers._probe import ALIGNMENT_BYTES
 from stepwell.tiers._writers import Writers
 from stepwell.tiers.base import (
+    NOTES,
     CheckpointKey,
     ChunkIO,
     Found,
@@ -60,7 +61,7 @@ class FileTier(Tier):
     path: '~' and relative paths are resolved once, here. A node tier's folder is made if its parent exists;
     a shared tier's never is, since a missing one means that the file system is not mounted.
     capacity_bytes: bound on the shards this tier knows (its own and those that `scan` saw); None: the disk's.
-    read_only: nothing is ever made, written, locked or probed by writing.
+    read_only: nothing is ever made, written, locked or probed by writing, but for records in NOTES.
     engine: "auto" takes io_uring where it works. direct: False never uses direct I/O; None uses it where it works.
     reading: "auto" measures whether direct or buffered reading is faster, once per machine and disk.
     request_bytes, depth: of the engines' requests; None: what is good for this way of access.
@@ -84,7 +85,7 @@ class FileTier(Tier):
         self.layout = Layout(absolute_root(path))
         self._calls = PathCalls(name, self.layout.root)
         self._medium = Medium(name, engine, direct, reading, request_bytes, depth)
-        self._books = Books(capacity_bytes)
+        self._books = Books(capacity_bytes, ALIGNMENT_BYTES)
         self._writers = Writers(self._calls, self._medium)
         self._readers = _leases.Readers(self.layout, self._calls, lambda shard: self._books.lingering.pop(shard, None))
         self._errors = Errors(name, self._writers)
@@ -162,11 +163,11 @@ class FileTier(Tier):
         if self._state != "open":
             raise not_open(self.info.name, self._state, path=self.layout.root)
 
-    def _check_ours(self, run: str, path: str) -> None:
+    def _check_ours(self, run: str, path: str, *, note: bool = False) -> None:
         self._check_open()
         if not run:
             raise self._errors.make(errno.EPERM, "a folder outside of any run is not stepwell's to change", path=path)
-        if self.info.read_only:
+        if self.info.read_only and not note:
             raise self._errors.make(errno.EROFS, "it is read-only", path=path)
 
     # -- going down ----------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class FileTier(Tier):
 
     async def commit(self, record: RecordKey, data: bytes, *, shards: Sequence[Reservation] = ()) -> bool:
         path = self.layout.record(record)
-        self._check_ours(record.run, path)
+        self._check_ours(record.run, path, note=record.name.startswith(f"{NOTES}/") and not shards)
         return await self._calls.finish(self._commit_locked(record, path, data, shards))
 
     async def _commit_locked(self, record: RecordKey, path: str, data: bytes, shards: Sequence[Reservation]) -> bool:
@@ -241,7 +242,7 @@ class FileTier(Tier):
                 await self._calls.call(_folders.sync_folder, os.path.dirname(path))
                 return False
             await self._writers.make_durable(shards, [self.layout.shard(each.shard) for each in shards])
-            created = await self._publish(path, data)
+            created = await self._publish(path, data, alone=not shards)
         except OSError as error:
             raise self._errors.translate(error, "cannot commit", path) from error
         if created:
@@ -250,9 +251,10 @@ class FileTier(Tier):
                 self._books.commit(each.shard, -(-each.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         return created
 
-    async def _publish(self, path: str, data: bytes) -> bool:
+    async def _publish(self, path: str, data: bytes, *, alone: bool) -> bool:
+        """alone: no shards are committed with it."""
         folder, name = os.path.split(path)
-        if not name.startswith(_folders.MANIFEST_PREFIX):
+        if not (alone and name.startswith(_folders.MANIFEST_PREFIX)):
             await self._calls.call(_folders.make_folders, self.layout.root, folder)
             return await _records.publish(path, data, self._calls.executor)
         # who was overtaken may come so late that the next writer has deleted the checkpoint meanwhile

@@ -126,8 +126,9 @@ class MarkedFiles(FileTier):
             await self._remember(memory)
 
     async def _mark(self) -> None:
-        """Before anything is written: the root has its marker, and it is the one that was there."""
-        if self._tier_id:
+        """Before anything is written: the root has its marker, and it is the one that was there. Who may only add
+        notes makes no marker."""
+        if self._tier_id or self.info.read_only:
             await self._check_root()
             return
         root = self.layout.root

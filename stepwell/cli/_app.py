@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
 import stepwell
 from stepwell.cli import _output
 from stepwell.cli._output import reported
+from stepwell.errors import ConfigError
 
 app = typer.Typer(
     name="stepwell",
@@ -25,12 +27,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 def main() -> None:
     """The entry point of the command `stepwell`."""
-    app(prog_name="stepwell")
+    try:
+        app(prog_name="stepwell")
+    except OSError as error:  # of --help and --version: commands tell theirs
+        _output.tell(error)
+        sys.exit(1)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"stepwell {stepwell.__version__}\n")
+        typer.echo(f"stepwell {stepwell.__version__}")
         raise typer.Exit
 
 
@@ -157,6 +163,10 @@ def rm(
     refs: Annotated[list[str], typer.Argument(metavar="REF", help="Checkpoints or ranges of a run; step folders.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be deleted.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also the newest checkpoint of a run.")] = False,
+    abandoned: Annotated[bool, typer.Option("--abandoned", help="Only those that a rewind left behind.")] = False,
+    by_policy: Annotated[
+        bool, typer.Option("--by-policy", help="Only what the config's retain rules let go, and why.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, as a terminal is otherwise.")] = False,
     json: Json = False,
 ) -> None:
@@ -165,17 +175,45 @@ def rm(
     Ranges mean all checkpoints whose step is in them, abandoned ones too. The newest checkpoint of a run, and the
     newest whole one, stay without --force, and while a writer holds the run. Manifests go first, and the files at
     once after them: whoever reads such a checkpoint on another node may then fail. Folders that stepwell did not
-    make are never deleted.
+    make are never deleted. With --abandoned a REF may be a whole run: what counts in it stays. So it may with
+    --by-policy, which asks the retain rules of the config file, tier by tier; nobody may write the run meanwhile.
 
     \b
     Examples:
       stepwell rm ckpts/sft@1200
       stepwell rm 'ckpts/sft@..5000' --dry-run
       stepwell rm ckpts/sft/step-000001300.1-13 --yes
+      stepwell rm ckpts/sft --abandoned
+      stepwell rm sft --by-policy --dry-run
     """
     from stepwell.cli import _change
 
-    _change.rm(refs, json, dry_run=dry_run, force=force, yes=yes)
+    if abandoned and by_policy:
+        raise ConfigError("--abandoned and --by-policy at once", todo="Give one of them")
+    which: Literal["all", "abandoned", "by-policy"] = "by-policy" if by_policy else "abandoned" if abandoned else "all"
+    _change.rm(refs, json, dry_run=dry_run, force=force, which=which, yes=yes)
+
+
+@app.command()
+@reported
+def rewind(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The checkpoint that the run goes on from.")],
+    json: Json = False,
+) -> None:
+    """Let a run go on from an older checkpoint.
+
+    From then on it is the newest one: it is restored, and saves go on above its step. Later ones are abandoned: they
+    are listed, and can be shown, loaded and deleted by their number, but are never chosen, and retention does not
+    count them. It holds whether or not anything is saved after it, and is refused while a writer holds the run.
+
+    \b
+    Examples:
+      stepwell rewind ckpts/sft@1500
+      stepwell rewind ckpts/sft@best:loss
+    """
+    from stepwell.cli import _change
+
+    _change.rewind(ref, json)
 
 
 @app.command()
@@ -198,3 +236,128 @@ def doctor(
     from stepwell.cli import _doctor
 
     _doctor.run(paths or ["."], json)
+
+
+@app.command()
+@reported
+def keep(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A checkpoint or a range; of a run without @, the newest.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Keep it no longer.")] = False,
+    json: Json = False,
+) -> None:
+    """Keep a checkpoint from being deleted by retention.
+
+    Works while training writes, on any node; it needs permission to write in RUN/notes. What forks keep stays kept.
+
+    \b
+    Examples:
+      stepwell keep ckpts/sft@1200
+      stepwell keep ckpts/sft@1200 --undo
+    """
+    from stepwell.cli import _notes
+
+    _notes.keep(ref, undo, json)
+
+
+@app.command()
+@reported
+def tag(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A checkpoint or a range; of a run without @, the newest.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Tags: words to find it by.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Take these tags away.")] = False,
+    json: Json = False,
+) -> None:
+    """Give a checkpoint tags, by which it can then be named.
+
+    \b
+    Examples:
+      stepwell tag ckpts/sft@1200 release
+      stepwell show ckpts/sft@release
+      stepwell tag ckpts/sft@1200 release --remove
+    """
+    from stepwell.cli import _notes
+
+    _notes.tag(ref, names, remove, json)
+
+
+@app.command()
+@reported
+def annotate(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A checkpoint or a range; of a run without @, the newest.")],
+    values: Annotated[list[str], typer.Argument(metavar="NAME=NUMBER", help="Metrics, such as eval/acc=0.71.")],
+    json: Json = False,
+) -> None:
+    """Add metrics to a checkpoint, such as results of an evaluation.
+
+    \b
+    Examples:
+      stepwell annotate ckpts/sft@1200 eval/acc=0.71 eval/loss=1.9
+      stepwell show ckpts/sft@best:max:eval/acc
+    """
+    from stepwell.cli import _notes
+
+    _notes.annotate(ref, values, json)
+
+
+@app.command()
+@reported
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.")],
+    tier: Annotated[str | None, typer.Option("--tier", help="Where it must be committed; the last one.")] = None,
+    after: Annotated[int | None, typer.Option("--after", help="Leave out steps up to this one.")] = None,
+    poll: Annotated[str, typer.Option("--poll", help="Time between two looks, such as 30s.")] = "10s",
+    timeout: Annotated[str | None, typer.Option("--timeout", help="End after this time without news.")] = None,
+    json: Json = False,
+) -> None:
+    """Print each checkpoint as it becomes committed, one line each; first those that are there.
+
+    \b
+    Examples:
+      stepwell watch ckpts/sft --after 1200
+      stepwell watch ckpts/sft --timeout 2h --json
+    """
+    from stepwell.cli import _notes
+
+    _notes.follow(run, tier, after, poll, timeout, json)
+
+
+config_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Check config files, and describe them to editors."
+)
+app.add_typer(config_app, name="config")
+
+
+@config_app.command("check")
+@reported
+def config_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config file.")],
+    no_probe: Annotated[bool, typer.Option("--no-probe", help="Only validate it; leave the machine alone.")] = False,
+    json: Json = False,
+) -> None:
+    """Validate a config file, show each value and where it comes from, and try what it names on this machine.
+
+    In each tier's folder a small file is written, read and removed again. The exit code is 1 if the file has a
+    mistake, or names what does not work here.
+
+    \b
+    Examples:
+      stepwell config check cluster.toml
+      stepwell config check /etc/stepwell.toml --no-probe --json
+    """
+    from stepwell.cli import _config
+
+    _config.check(file, json, probe=not no_probe)
+
+
+@config_app.command("schema")
+@reported
+def config_schema() -> None:
+    """Print the JSON Schema of config files, for editors.
+
+    \b
+    Example:
+      stepwell config schema > stepwell.schema.json
+    """
+    from stepwell.cli import _config
+
+    _config.schema()

@@ -17,19 +17,23 @@ _STYLE = {"good": "green", "slow": "yellow", "bad": "red", "plain": ""}
 def run(paths: list[str], json: bool) -> None:
     found = examine([Path(path) for path in paths])
     if json:
-        print_json({"machine": _document(found.machine), "paths": {p: _document(f) for p, f in found.paths.items()}})
+        print_json(
+            {"machine": document_of(found.machine), "paths": {p: document_of(f) for p, f in found.paths.items()}}
+        )
         return
-    _print("machine", found.machine)
+    print_findings("machine", found.machine)
     for path, findings in found.paths.items():
         console().print()
-        _print(path, findings)
+        print_findings(path, findings)
 
 
-def _document(findings: Sequence[Finding]) -> dict[str, Any]:
+def document_of(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Findings by their keys, as a document has them."""
     return {f.key: {"value": f.value, "text": f.text, "grade": f.grade, "todo": f.todo} for f in findings}
 
 
-def _print(title: str, findings: Sequence[Finding]) -> None:
+def print_findings(title: str, findings: Sequence[Finding]) -> None:
+    """A title, and a line for each finding."""
     console().print(Text(clean(title), style="bold underline"))
     rows: list[tuple[str, object]] = []
     for f in findings:

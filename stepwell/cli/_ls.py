@@ -81,6 +81,7 @@ def checkpoint_document(checkpoint: Checkpoint) -> dict[str, Any]:
         "complete_on": checkpoint.complete_on,
         "state": state_of(checkpoint),
         "abandoned": checkpoint.abandoned,
+        "kept": checkpoint.kept,
         "tags": checkpoint.tags,
         "metrics": checkpoint.metrics,
         "parent": checkpoint.parent,
@@ -90,7 +91,14 @@ def checkpoint_document(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def debris_documents(debris: list[Any]) -> list[dict[str, Any]]:
     return [
-        {"name": d.attempt.folder, "step": d.attempt.step, "tier": d.tier, "bytes": d.size_bytes, "late": d.late}
+        {
+            "name": d.attempt.folder,
+            "step": d.attempt.step,
+            "tier": d.tier,
+            "bytes": d.size_bytes,
+            "late": d.late,
+            "deleted": d.deleted,
+        }
         for d in debris
     ]
 
@@ -145,7 +153,8 @@ def _print_run(one: RunListing, *, titled: bool) -> None:
     if titled:
         out.print(Text(clean(one.folder), style="bold"))
     if not (one.checkpoints or one.unreadable):
-        out.print(f"run {clean(one.run)} has no checkpoint")
+        what = f"no checkpoint that matches @{one.asked}" if one.asked else "no checkpoint"
+        out.print(clean(f"run {one.run} has {what}"))
     else:
         show_table(_checkpoints(one))
     for tier, why in one.absent.items():
@@ -154,13 +163,17 @@ def _print_run(one: RunListing, *, titled: bool) -> None:
         out.print(Text(f"{clean(name)}: unreadable, {clean(why)}", style="red"))
     for left in one.debris:
         why = "committed too late, by a writer that had lost the run" if left.late else "never committed"
+        if left.deleted:
+            why = "deleted; its files stay for a while for those who are reading them"
         size = format_bytes(left.size_bytes)
         out.print(Text(f"{clean(left.attempt.folder)} on {left.tier}: debris, {size}, {why}", style="dim"))
 
 
 def _checkpoints(one: RunListing) -> Any:
     names = list(dict.fromkeys(name for c in one.checkpoints for name in c.metrics))[:METRICS_SHOWN]
-    columns = ["step", "age", "size", "parts", "state", "tiers", "tags", *map(clean, names)]
+    keeps = any(checkpoint.kept for checkpoint in one.checkpoints)
+    columns = ["step", "age", "size", "parts", "state", "tiers", *(["kept"] if keeps else []), "tags"]
+    columns += map(clean, names)
     shown = table(*columns, right=("step", "size"))
     for checkpoint in one.checkpoints:
         tiers = (t if t in checkpoint.complete_on else f"{t} (partial)" for t in checkpoint.tiers)
@@ -172,6 +185,7 @@ def _checkpoints(one: RunListing) -> Any:
             clean(", ".join(checkpoint.parts)),
             state_of(checkpoint),
             ", ".join(tiers),
+            *(["yes" if checkpoint.kept else ""] if keeps else []),
             clean(", ".join(checkpoint.tags)),
             *metrics,
             style="dim" if checkpoint.abandoned else None,

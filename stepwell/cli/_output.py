@@ -164,6 +164,15 @@ def print_json(document: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
+def print_json_line(document: dict[str, Any]) -> None:
+    """As `print_json`, one of several documents, each a line of its own."""
+    global _printed
+    _printed = True
+    if sys.stdout is not None:
+        sys.stdout.write(json.dumps(_plain(document), ensure_ascii=True, allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+
 def fields_of(record: Any) -> dict[str, Any]:
     """A dataclass's fields as they stand in a document: by their names, its size as `bytes`."""
     names = [field.name for field in dataclasses.fields(record)]

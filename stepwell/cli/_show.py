@@ -7,10 +7,13 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from stepwell import listing, places
 from stepwell.cli._ls import age, checkpoint_document, state_of
 from stepwell.cli._output import clean, console, pairs, print_json, say, show_table, table
 from stepwell.errors import CheckpointNotFound
+from stepwell.explaining import Story, story_of
 from stepwell.listing import Inside, Tensor
 from stepwell.places import Named, look_up, run_whole
 from stepwell.plainfiles import plain_files, read_header, weight_files
@@ -22,24 +25,27 @@ def run(ref: str, tensors: bool, json: bool) -> None:
     if named.place.kind == "plain":
         _show_plain(named, tensors, json)
         return
-    inside = run_whole(_inside(named))
+    inside, story = run_whole(_inside(named))
     listed = {rank: listing.tensors_of(record) for rank, record in inside.ranks.items()} if tensors else {}
     for wrong in inside.wrong:
         say(wrong)
     if json:
-        print_json(_document(named, inside, listed if tensors else None))
+        print_json({**_document(named, inside, listed if tensors else None), **_story_document(story)})
     else:
         _print(inside, listed)
+        _print_story(story)
 
 
-async def _inside(named: Named) -> Inside:
+async def _inside(named: Named) -> tuple[Inside, Story]:
     async with places.opened(named) as run:
         if named.place.kind == "run" and not named.place.selected:
             newest = run.catalog.newest_first()
             if not newest:
                 raise CheckpointNotFound("the run has no checkpoint", path=str(named.place.folder))
-            return await listing.look_inside(run, newest[0])
-        return await listing.look_inside(run, places.only(run))
+            attempt = newest[0]
+        else:
+            attempt = places.only(run)
+        return await listing.look_inside(run, attempt), await story_of(run.catalog, attempt)
 
 
 # -- a checkpoint of ours ----------------------------------------------------------------
@@ -57,6 +63,8 @@ def _document(named: Named, inside: Inside, listed: dict[int, list[Tensor]] | No
         "covers": manifest.covers,
         "folders": inside.folders,
         "files": inside.files,
+        "ancestors": inside.ancestors,
+        "forked_from": inside.forked_from,
         "sidecars": sorted(manifest.files),
         "seconds": manifest.seconds,
         "ranks": [
@@ -94,10 +102,10 @@ def _print(inside: Inside, listed: dict[int, list[Tensor]]) -> None:
         ("size", format_bytes(checkpoint.size)),
         ("ranks", ranks),
         *((f"on {tier}", folder) for tier, folder in inside.folders.items()),
+        *((("kept", "yes: retention never deletes it"),) if checkpoint.kept else ()),
         ("tags", ", ".join(checkpoint.tags) or "-"),
         *((f"metric {name}", f"{value:.6g}") for name, value in checkpoint.metrics.items()),
-        ("timeline", checkpoint.timeline),
-        ("parent", checkpoint.parent or "-"),
+        *_descent(inside),
         *((f"{clean(what)} took", format_duration(seconds)) for what, seconds in manifest.seconds.items()),
     ]
     show_table(pairs([(clean(name), value) for name, value in rows]))
@@ -107,9 +115,44 @@ def _print(inside: Inside, listed: dict[int, list[Tensor]]) -> None:
         _print_tensors(tensors)
 
 
+def _descent(inside: Inside) -> list[tuple[str, object]]:
+    """Timeline, parent, what comes before that, and where the run began."""
+    rows: list[tuple[str, object]] = [("timeline", inside.checkpoint.timeline)]
+    rows.append(("parent", clean(inside.checkpoint.parent or "-")))
+    if before := inside.ancestors[1:]:
+        rows.append(("before that", clean(", ".join(before))))
+    if inside.forked_from is not None:
+        rows.append(("run forked from", clean(inside.forked_from)))
+    return rows
+
+
 def _state(inside: Inside) -> str:
     absent = f", without {', '.join(inside.manifest.absent)}" if inside.manifest.absent else ""
     return state_of(inside.checkpoint) + absent + (", but damaged: see stepwell verify" if inside.wrong else "")
+
+
+def _story_document(story: Story) -> dict[str, Any]:
+    return {
+        "events": [msgspec.structs.asdict(entry) for entry in story.events],
+        "next": [msgspec.structs.asdict(outlook) for outlook in story.outlook],
+    }
+
+
+def _print_story(story: Story) -> None:
+    if story.events:
+        shown = table("when", "what", "tier", "why", "took", right=("took",))
+        for entry in story.events:
+            when = time.strftime("%m-%d %H:%M:%S", time.localtime(entry.at))
+            took = format_duration(entry.seconds) if entry.seconds else ""
+            shown.add_row(when, entry.what, clean(entry.tier), clean(entry.reason), took)
+        console().print()
+        show_table(shown)
+    if story.outlook:
+        shown = table("next, on", "what policies say")
+        for outlook in story.outlook:
+            shown.add_row(clean(outlook.tier), clean(outlook.reason))
+        console().print()
+        show_table(shown)
 
 
 def _print_parts(inside: Inside) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from stepwell.cli._ls import debris_documents
-from stepwell.cli._output import clean, console, print_json, progress, tell, text_of
+from stepwell.cli._output import clean, console, error_document, print_json, progress, tell, text_of
 from stepwell.errors import StepwellError
 from stepwell.units import format_bytes, format_duration
 from stepwell.verifying import Problem, Report, Verified, verify
@@ -20,25 +20,42 @@ def run(refs: list[str], json: bool) -> None:
     began = time.monotonic()
     reports: list[Report] = []
     failed: dict[str, StepwellError | OSError] = {}
+    interrupt: KeyboardInterrupt | None = None
     with progress("verifying") as bar:
         for ref in refs:
+            report = Report(ref)
             try:
-                reports.append(verify(ref, bar))
+                verify(ref, bar, report)
             except (StepwellError, OSError) as error:
                 failed[ref] = error
+                continue
+            except KeyboardInterrupt as error:
+                interrupt = error
+            reports.append(report)
+            if interrupt is not None:
+                break
     good = not failed and not any(report.problems for report in reports)
     if json:
-        documents = [_document(report) for report in reports]
-        errors = [{"ref": ref, "error": text_of(why)} for ref, why in failed.items()]
-        print_json({"ok": good, "refs": documents, "failed": errors})
+        _print_document(reports, failed, good, interrupt)
     else:
         for report in reports:
-            _print(report)
-        _print_sum(reports, time.monotonic() - began)
+            _print(report, whole=interrupt is None or report is not reports[-1])
+        _print_sum(reports, time.monotonic() - began, whole=interrupt is None)
     for why in failed.values():
         tell(why)
+    if interrupt is not None:
+        raise interrupt
     if not good:
         raise typer.Exit(1)
+
+
+def _print_document(
+    reports: list[Report], failed: dict[str, StepwellError | OSError], good: bool, interrupt: KeyboardInterrupt | None
+) -> None:
+    documents = [_document(report) for report in reports]
+    errors = [{"ref": ref, "error": text_of(why)} for ref, why in failed.items()]
+    document = {"ok": good and interrupt is None, "refs": documents, "failed": errors}
+    print_json(document if interrupt is None else {**document, **error_document(interrupt)})
 
 
 def _document(report: Report) -> dict[str, Any]:
@@ -65,7 +82,7 @@ def _checked(one: Verified) -> dict[str, Any]:
     }
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, *, whole: bool) -> None:
     out = console()
     for one in (*report.checked, *(each for each in report.records if each.problems)):
         out.print(_line(one))
@@ -76,7 +93,7 @@ def _print(report: Report) -> None:
     for left in report.debris:
         why = "committed too late" if left.late else "never committed"
         out.print(Text(f"debris  {clean(left.attempt.folder)} on {left.tier}: {why}", style="dim"))
-    if not report.checked:
+    if whole and not report.checked:
         out.print(f"{clean(report.ref)}: there is no checkpoint to verify")
 
 
@@ -96,7 +113,7 @@ def _problem(problem: Problem) -> str:
     return f"{where}: {clean(problem.what)}{inside}"
 
 
-def _print_sum(reports: list[Report], seconds: float) -> None:
+def _print_sum(reports: list[Report], seconds: float, *, whole: bool) -> None:
     checked = [one for report in reports for one in report.checked]
     size = sum(one.checked_bytes for one in checked)
     bad = sum(bool(one.problems) for report in reports for one in (*report.checked, *report.records))
@@ -105,4 +122,5 @@ def _print_sum(reports: list[Report], seconds: float) -> None:
     console().print(
         f"{len(checked)} {many}, {format_bytes(size)} in {format_duration(seconds)}{speed}: "
         + (f"{bad} bad" if bad else "all good" if checked else "nothing checked")
+        + ("" if whole else " so far")
     )

@@ -6,17 +6,21 @@ import re
 from dataclasses import dataclass, field
 
 from stepwell.errors import ConfigError
+from stepwell.tiers.base import NOTES
 
 MANIFEST = "manifest.json"
 RUN_FILE = "run.json"
 EPOCHS = "epochs"
+#: in a step folder: its checkpoint was deleted, and its files stay only for those who are reading them
+DELETED = "deleted.json"
 
 #: what the usual file systems allow for one name, in bytes (encrypted homes: 143)
 NAME_BYTES_MAX = 143
 
 _ATTEMPT = re.compile(r"step-(\d{9,})\.(\d+)-(\d+)")
 _RANK = re.compile(r"rank-(\d{5,})\.json")
-_EPOCH = re.compile(r"(\d{7,})\.(json|beat|seen\.json)")
+_NOTE = re.compile(r"(\d{7,})\.json")
+_EPOCH = re.compile(r"(\d{7,})\.(json|beat|seen\.json|rewind\.json)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,7 +57,8 @@ def rank_of(name: str) -> int | None:
 
 
 def epoch_file(epoch: int, kind: str = "json") -> str:
-    """kind: `json` (who writes), `beat` (its heartbeat) or `seen.json` (what it found)."""
+    """kind: `json` (who writes), `beat` (its heartbeat), `seen.json` (what it found) or `rewind.json` (that it took
+    the run only to rewind it)."""
     return f"{EPOCHS}/{epoch:07d}.{kind}"
 
 
@@ -61,6 +66,16 @@ def epoch_of(name: str) -> tuple[int, str] | None:
     """(epoch, kind) of a file name inside `epochs/`."""
     match = _EPOCH.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
+
+
+def note_file(number: int) -> str:
+    return f"{NOTES}/{number:07d}.json"
+
+
+def note_of(name: str) -> int | None:
+    """The number of a file name inside `notes/`."""
+    match = _NOTE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def check_run_name(run: str) -> str:

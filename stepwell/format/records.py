@@ -36,6 +36,7 @@ class RunRecord(Sealed, kw_only=True):
 
     run_id: str
     made: float
+    forked_from: str | None = None  # the checkpoint of another run that this one began from
 
 
 class ShardRecord(msgspec.Struct, kw_only=True):
@@ -155,6 +156,35 @@ class Seen(Sealed, kw_only=True):
 
     attempts: list[str]
     alone: bool = False  # its writer saw only this tier: of what is on others alone, the list before tells
+
+
+class Rewound(Sealed, kw_only=True):
+    """epochs/….rewind.json: that its epoch was taken only to rewind the run. All that older epochs made at steps above
+    `to` is abandoned."""
+
+    to: int
+    made: float
+
+
+class Deleted(Sealed, kw_only=True):
+    """deleted.json: that a checkpoint was deleted, and that its files follow."""
+
+    reason: str
+    made: float
+
+
+class Note(Sealed, kw_only=True):
+    """notes/0000012.json: what was said of a checkpoint after it was saved. Of two notes the higher number counts."""
+
+    number: int
+    attempt: str  # its folder
+    step: int
+    metrics: dict[str, float | str | None] = {}
+    tags: dict[str, bool] = {}  # False takes it away
+    keep: bool | None = None  # whether `holder` keeps it from retention from now on
+    holder: str = "user"
+    who: str  # user@host and pid, for people
+    made: float
 
 
 class Repair(Sealed, kw_only=True):

@@ -94,7 +94,7 @@ def test_C5_saves_after_a_rewind_are_not_older_than_what_they_left_behind(tmp_pa
 
 def test_C3_the_old_goes_only_when_the_new_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies on each tier is looked at whenever something is deleted there."""
-    file = config(tmp_path, near="retain = { last = 1 }", far="retain = { last = 1 }")
+    file = config(tmp_path, near="retain = { last = 1 }", far='retain = { last = 1 }\ndelete_grace = "0s"')
     dropped: list[tuple[str, int, list[int]]] = []
     drop = FileTier.drop
 

@@ -12,7 +12,7 @@ import torch
 
 import stepwell
 from stepwell.copying import copy
-from stepwell.errors import StepExists
+from stepwell.errors import CheckpointGone, StepExists
 from tests.cli.helpers import Cli, flip, folder_of, state, tree
 
 
@@ -258,3 +258,52 @@ def test_a_damaged_plain_folder_is_not_copied(cli: Cli, plain: Path, target: Pat
     os.truncate(plain / "model-1.safetensors", 100)
     answer = cli("cp", plain, target)
     assert answer.code == 1 and "model-1.safetensors" in answer.err and not target.exists()
+
+
+# -- others at work ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("files", ["*", "model*", "nothing"])
+def test_what_another_copy_has_put_there_meanwhile_is_left_alone(run: Path, target: Path, files: str) -> None:
+    """Whole, half written, or just begun: it is not this copy's to replace, nor to clean up."""
+    theirs = target / folder_of(run, 5).name
+
+    def on_copied(_: object) -> None:
+        if not theirs.exists():
+            theirs.mkdir()
+            for path in folder_of(run, 5).glob(files):
+                shutil.copy(path, theirs)
+
+    with pytest.raises(StepExists, match="left alone"):
+        copy(f"{run}@..5", target, on_copied=on_copied)
+    assert sorted(path.name for path in theirs.iterdir()) == sorted(p.name for p in folder_of(run, 5).glob(files))
+    assert sorted(path.name for path in target.iterdir()) == sorted(folder_of(run, step).name for step in (1, 2, 5))
+
+
+@pytest.mark.parametrize("files", ["*", "model*"])
+def test_a_source_that_is_deleted_meanwhile_is_gone_and_not_damaged(run: Path, target: Path, files: str) -> None:
+    def on_copied(_: object) -> None:
+        for name in ("manifest.json", files):
+            for path in folder_of(run, 5).glob(name):
+                path.unlink()
+
+    with pytest.raises(CheckpointGone, match="deleted while"):
+        copy(f"{run}@2..5", target, on_copied=on_copied)
+    assert [path.name for path in target.iterdir()] == [folder_of(run, 2).name]
+
+
+def test_a_new_target_is_durable_itself(run: Path, plain: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("stepwell.copying.sync_folder", synced.append)
+    copy(f"{run}@2", target)
+    copy(plain, target)
+    assert synced == [str(target.parent), str(target)]  # the copies' own folders: by those who fill them
+
+
+@pytest.mark.parametrize("inside", [".", "extra", "new", "../link"])
+def test_a_plain_folder_is_not_copied_into_itself(cli: Cli, plain: Path, inside: str) -> None:
+    (plain.parent / "link").symlink_to(plain)
+    before = tree(plain)
+    answer = cli("cp", plain, plain / inside)
+    assert answer.code == 1 and "into itself" in answer.err
+    assert tree(plain) == before and not (plain / "new").exists()

@@ -66,3 +66,14 @@ def test_the_config_is_named_and_a_bad_one_is_a_finding(
 def test_the_launchers_ranks_share_the_host_tier(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert "each of 4 local ranks" in cli("doctor", tmp_path, "--json").json["machine"]["host_tier_bytes"]["text"]
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "loop/below"])
+def test_a_path_that_cannot_be_looked_at_is_a_finding(cli: Cli, tmp_path: Path, name: str) -> None:
+    """And the machine and the other paths are told all the same."""
+    (tmp_path / "loop").symlink_to("loop")
+    answer = cli("doctor", tmp_path, tmp_path / name, "--json")
+    assert answer.code == 0 and answer.json["machine"]["kernel"]["value"]
+    assert answer.json["paths"][str(tmp_path)]["writable"]["value"] is True
+    [found] = answer.json["paths"][str(tmp_path / name)].values()
+    assert found["value"] is False and found["grade"] == "bad" and found["todo"]

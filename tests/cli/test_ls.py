@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stepwell.catalog import Catalog
+from stepwell.listing import find_here
+from stepwell.tiers.base import RecordKey
+from stepwell.tiers.file import FileTier
 from tests.cli.helpers import Cli, folder_of
 
 ODD_NAMES = ["a b", "a[1]", "lr=1e-3", "ünï", "a@b", "[bold]x", "-dash", "'quoted'", "two\nlines", ":smile:"]
@@ -156,3 +161,88 @@ def test_runs_of_a_config_file_are_found_by_name(
     assert [c["step"] for c in answer["checkpoints"]] == [2, 3, 5] and list(answer["absent"]) == ["pfs"]
     missing = cli("ls", "other")
     assert missing.code == 1 and "no run 'other'" in missing.err
+
+
+def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, run: Path, plain: Path, tmp_path: Path) -> None:
+    before = {found["path"]: found for found in cli("ls", tmp_path, "--json").json["listed"][0]["found"]}
+    for folder in (folder_of(run, 1), plain):
+        (folder / "loop").symlink_to("loop")
+        (folder / "loop.safetensors").symlink_to("loop.safetensors")
+    answer = cli("ls", tmp_path, "--json")
+    assert answer.code == 0 and {found["path"]: found for found in answer.json["listed"][0]["found"]} == before
+
+
+def test_a_file_that_vanishes_while_it_is_looked_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the temporary files of a commit do."""
+    really = os.scandir
+
+    class Vanishing:
+        def __init__(self, path: Path) -> None:
+            self._listing = really(path)
+
+        def __enter__(self) -> Iterator[os.DirEntry[str]]:
+            with self._listing as entries:
+                found = list(entries)
+            for entry in found:
+                if entry.name.startswith("rank-"):
+                    os.unlink(entry.path)
+            return iter(found)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("stepwell.listing.os.scandir", Vanishing)
+    [here] = find_here(run)
+    assert here.checkpoints == 4 and here.newest_step == 5
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_just_not_there(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = Catalog.refresh
+
+    async def refresh(catalog: Catalog) -> None:
+        await really(catalog)
+        shutil.rmtree(folder_of(run, 1))
+
+    monkeypatch.setattr(Catalog, "refresh", refresh)
+    [listed] = cli("ls", run, "--json").json["listed"]
+    assert [c["step"] for c in listed["checkpoints"]] == [2, 3, 5] and listed["unreadable"] == []
+
+
+def test_a_range_in_which_nothing_is(cli: Cli, run: Path) -> None:
+    """It does not say that the run were empty."""
+    for ref in ("@7..", "@3..2"):
+        answer = cli("ls", f"{run}{ref}")
+        assert answer.code == 0 and answer.out == f"run run has no checkpoint that matches {ref}\n"
+        answer = cli("show", f"{run}{ref}")
+        assert answer.code == 1 and f"no checkpoint matches {run}{ref}. The newest steps are 1, 2, 3, 5" in answer.err
+
+
+def test_a_number_that_no_step_has(cli: Cli, run: Path) -> None:
+    for select in ("9" * 5000, ".." + "9" * 5000, "1" * 5000 + ".."):
+        for command in ("show", "verify", "rm"):
+            answer = cli(command, f"{run}@{select}")
+            assert answer.code == 1 and "so many digits" in answer.err and len(answer.err) < 500
+
+
+@pytest.mark.parametrize("ref", ["", "@best:loss", "@release"])
+def test_manifests_are_read_together_and_each_once(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, ref: str
+) -> None:
+    """One after the other they would take a round trip each: minutes for thousands of them, far away."""
+    really, under_way, most, read = FileTier.fetch, [0], [0], list[str]()
+
+    async def fetch(tier: FileTier, record: RecordKey) -> bytes | None:
+        read.append(str(record))
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        try:
+            return await really(tier, record)
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(FileTier, "fetch", fetch)
+    assert cli("ls", f"{run}{ref}").code == 0
+    manifests = [record for record in read if record.endswith("manifest.json")]
+    assert most[0] >= 2 and len(manifests) == len(set(manifests)) >= 3

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import stepwell
+from stepwell.deleting import Doomed, plan_deletion
 from stepwell.errors import TierError
 from stepwell.tiers.file import FileTier
 from stepwell.verifying import verify
@@ -118,7 +119,10 @@ def test_what_is_gone_is_told_though_the_next_one_fails(cli: Cli, run: Path, mon
 def test_an_interrupted_rm_says_how_far_it_came(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    def interrupted(refs: list[str], *, force: bool, on_deleted: object) -> None:
+    def interrupted(
+        refs: list[str], *, force: bool, before: Callable[[list[Doomed]], None], on_deleted: object
+    ) -> None:
+        before(plan_deletion(refs))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("stepwell.cli._change.delete", interrupted)
@@ -277,7 +281,7 @@ def test_an_error_is_a_document_too(tmp_path: Path, run: Path) -> None:
         assert set(error) == {"kind", "text", "where"} and error["text"] in done.stderr
 
 
-@pytest.mark.parametrize("words", ["ls RUN", "ls RUN --json", "show RUN/nothing --json"])
+@pytest.mark.parametrize("words", ["ls RUN", "ls RUN --json", "show RUN/nothing --json", "--version", "--help"])
 def test_stdout_that_is_closed_or_full(run: Path, words: str) -> None:
     real = [word.replace("RUN", str(run)) for word in words.split()]
     command = [sys.executable, "-m", "stepwell", *real]

@@ -15,6 +15,12 @@ from tests.cli.helpers import Cli, flip, folder_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 GROUP: Any = typer.main.get_command(app)
+#: by what is typed: `ls`, `config check`
+COMMANDS: dict[str, Any] = {
+    f"{name} {inner}" if inner else name: made
+    for name, command in GROUP.commands.items()
+    for inner, made in getattr(command, "commands", {"": command}).items()
+}
 SECTIONS: dict[str, str] = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 SHARED = SECTIONS["What all commands share"]
 #: findings of `doctor` about a path that is not there, or cannot be used
@@ -50,13 +56,13 @@ def marked(text: str) -> set[str]:
 
 
 def test_every_command_has_a_section_and_every_section_a_command() -> None:
-    assert list(SECTIONS) == ["What all commands share", *(f"stepwell {name}" for name in GROUP.commands)]
-    assert all(f"[`stepwell {name}`](#stepwell-{name})" in PAGE for name in GROUP.commands)
+    assert list(SECTIONS) == ["What all commands share", *(f"stepwell {name}" for name in COMMANDS)]
+    assert all(f"[`stepwell {name}`](#stepwell-{name.replace(' ', '-')})" in PAGE for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", GROUP.commands)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_and_option_is_there(name: str) -> None:
-    command = GROUP.commands[name]
+    command = COMMANDS[name]
     for argument in (each for each in command.params if not each.opts[0].startswith("-")):
         assert f"`{argument.metavar}`" in section(name), argument.metavar
     shared = {"--json", "--help", "-h"}
@@ -69,8 +75,8 @@ def test_the_options_before_the_command_are_there() -> None:
 
 
 def test_no_option_is_there_that_does_not_exist() -> None:
-    named = {(name, o) for name in GROUP.commands for o in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", section(name))}
-    unknown = {(name, o) for name, o in named if o not in options(GROUP.commands[name])}
+    named = {(name, o) for name in COMMANDS for o in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", section(name))}
+    unknown = {(name, o) for name, o in named if o not in options(COMMANDS[name])}
     assert unknown == set()
 
 
@@ -103,6 +109,15 @@ def test_every_finding_of_doctor_is_there_and_no_other(cli: Cli, tmp_path: Path)
     assert in_tables(section("doctor")) == {*document, *findings, *fields, *RARE}
     nothing = cli("doctor", tmp_path / "nothing", "--json").json["paths"][str(tmp_path / "nothing")]
     assert set(nothing) < RARE
+
+
+def test_every_key_of_config_check_is_there_and_no_other(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'[[tier]]\nname = "d"\ndriver = "file"\npath = "{tmp_path}"\ncapacity = "1MB"\n')
+    document = cli("config", "check", file, "--json").json
+    findings = {key for each in document["paths"].values() for key in each}
+    told = {*keys(document), *(findings - in_tables(section("doctor")))}
+    assert in_tables(section("config check")) == told
 
 
 def test_the_document_of_an_error_is_there(cli: Cli, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 import stepwell
 from stepwell.cli import app
+from stepwell.deleting import Doomed, delete
 from tests.cli.helpers import Cli, folder_of, state, tree
 
 
@@ -142,6 +144,31 @@ def test_a_terminal_is_asked(
     assert answer.exit_code == code and steps(run) == left
     assert "for good?" in answer.stderr and ("deleted" in answer.stdout) == (code == 0)
     assert CliRunner().invoke(app, ["rm", f"{run}@2", "--yes"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("ref", "shown"), [("@release", [2]), ("@best:loss", [2]), ("@latest", [5]), ("@2..100", [2, 3, 5])]
+)
+def test_only_what_was_shown_is_deleted(run: Path, ref: str, shown: list[int]) -> None:
+    """While somebody looks at the question, training goes on, and the reference comes to mean another checkpoint."""
+    asked: list[int] = []
+
+    def before(plan: Sequence[Doomed]) -> None:
+        asked.extend(doomed.step for doomed in plan)
+        with stepwell.open(run) as store:
+            store.save(6, state(6), metrics={"loss": 0.0}, tags=["release"]).wait()
+
+    delete([f"{run}{ref}"], force=True, before=before)
+    assert asked == shown and steps(run) == [step for step in (1, 2, 3, 5, 6) if step not in shown]
+
+
+def test_whoever_is_told_before_can_stop_it(run: Path) -> None:
+    def before(plan: Sequence[Doomed]) -> None:
+        raise PermissionError
+
+    with pytest.raises(PermissionError):
+        delete([f"{run}@1", f"{run}@2"], before=before)
+    assert steps(run) == [1, 2, 3, 5]
 
 
 def test_a_run_of_a_config_is_deleted_on_every_tier(

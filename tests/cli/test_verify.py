@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import stepwell
-from stepwell.verifying import verify
+from stepwell.places import Progress
+from stepwell.verifying import Report, verify
 from tests.cli.helpers import Cli, flip, folder_of, tree
 
 
@@ -148,3 +149,23 @@ def test_progress_is_told_exactly_what_there_is(run: Path) -> None:
     counted = Counted()
     assert verify(run, counted).problems == 2
     assert counted.expected == counted.done == sum(p.stat().st_size for p in run.glob("step-*/*"))
+
+
+def test_what_was_found_before_an_interrupt_is_told(
+    cli: Cli, run: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(folder_of(run, 2) / "model.safetensors", 2_000_000)
+    really = verify
+
+    def interrupted(ref: str, progress: Progress, report: Report) -> None:
+        really(ref, progress, report)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stepwell.cli._verify.verify", interrupted)
+    answer = cli("verify", run, plain)
+    assert answer.code == 130 and "interrupted" in answer.err and answer.out.count("good  ") == 3
+    assert "bad     step-000000002" in answer.out and "1 bad so far" in answer.out
+    answer = cli("verify", f"{run}@..1", plain, "--json")
+    assert answer.code == 130 and answer.json["ok"] is False and answer.json["error"]["kind"] == "KeyboardInterrupt"
+    [told] = answer.json["refs"]
+    assert [one["step"] for one in told["checked"]] == [1]

@@ -13,8 +13,9 @@ from stepwell.building import Built, Node, build
 from stepwell.config import load_config
 from stepwell.errors import ConfigError
 from stepwell.policies.base import Policy
-from stepwell.policies.flush import FlushAll
-from stepwell.policies.retain import KeepLast
+from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.retain import Best, Retain
+from stepwell.settings import TierOptions
 from stepwell.tiers.base import RecordKey
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
@@ -57,7 +58,9 @@ def test_a_whole_chain(tmp_path: Path) -> None:
     assert nvme.info.capacity_bytes == 1 << 30
     assert nvme.info.survives == "reboot" and pfs.info.survives == "node-loss"
     assert pfs.info.write_bytes_per_s == 20e9 / 4
-    assert told(chain.policies) == ["<FlushAll to pfs>", "<KeepLast 3 on nvme>", "<KeepLast 5 on pfs>"]
+    whole, keep = [*told([FlushNewest("pfs"), FlushRule("pfs")])], told([Retain("nvme", last=3), Retain("pfs", last=5)])
+    assert told(chain.policies) == whole + keep
+    assert chain.options == {"nvme": TierOptions(), "pfs": TierOptions()}
     assert chain.settings == {"max_unsaved": 3600.0}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.toml", "pfs"]  # nothing was started
 
@@ -75,13 +78,68 @@ def test_private_memory_is_shared_out_to_the_local_ranks(tmp_path: Path) -> None
 def test_every_tier_below_the_first_storage_tier_gets_everything(tmp_path: Path) -> None:
     three = tier("a", "memory", 'flush = "all"') + tier("b", "memory") + tier("c", "memory")
     for text in (three, tier("host", "host") + three):
-        assert told(built(tmp_path, text).policies) == ["<FlushAll to b>", "<FlushAll to c>"]
+        all_of_both: list[Policy] = [FlushNewest("b"), FlushRule("b"), FlushNewest("c"), FlushRule("c")]
+        assert told(built(tmp_path, text).policies) == told(all_of_both)
 
 
-def test_policies_are_the_built_in_ones(tmp_path: Path) -> None:
-    flush, keep = built(tmp_path, tier("a", "memory", "retain = { last = 2 }") + tier("b", "memory")).policies
-    assert isinstance(flush, FlushAll) and flush.tier == "b"
-    assert isinstance(keep, KeepLast) and (keep.tier, keep.last) == ("a", 2)
+def test_policies_are_those_of_the_rules(tmp_path: Path) -> None:
+    a = tier("a", "memory", 'retain = { every = "1d", newer_than = "7d", tagged = true }')
+    b = tier(
+        "b",
+        "memory",
+        'flush = [{ every_steps = 100, parts = ["model"] }, { every = "1h", when = "idle" }, '
+        '{ backlog = "newest-wins" }]',
+    )
+    c = tier("c", "memory", 'flush = "at-close"', 'retain = { tagged = ["best"] }')
+    best = '[{ metric = "acc", mode = "max", count = 2 }, { metric = "loss", mode = "min", count = 1 }]'
+    d = tier("d", "memory", "flush = { every_steps = 9 }", f"retain = {{ every_steps = 50, last = 2, best = {best} }}")
+    assert told(built(tmp_path, a + b + c + d).policies) == told(
+        [
+            FlushRule("b", every_s=3600, idle=True),  # whole checkpoints before parts, else as they are written
+            FlushRule("b", newest_wins=True),
+            FlushRule("b", every_steps=100, parts=["model"]),
+            FlushNewest("c"),
+            FlushNewest("d"),  # of the last tier, whatever its rules
+            FlushRule("d", every_steps=9),
+            Retain("a", every_s=86400, newer_than_s=7 * 86400, tagged=True),
+            Retain("c", tagged=["best"]),
+            Retain("d", last=2, every_steps=50, best=[Best("acc", "max", 2), Best("loss", "min", 1)]),
+        ]
+    )
+
+
+def test_options_of_the_tiers(tmp_path: Path) -> None:
+    chain = built(
+        tmp_path,
+        'on_pressure = "skip"\n'
+        + tier("host", "host")
+        + tier("a", "memory", "delete_grace = 0")
+        + tier("b", "memory", 'delete_grace = "30 min"', 'verify_after_flush = "size"'),
+    )
+    assert chain.options == {
+        "a": TierOptions(delete_grace_s=0.0),
+        "b": TierOptions(delete_grace_s=1800.0, verify_after_flush="size"),
+    }
+    assert chain.settings == {"on_pressure": "skip"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "world", "each"),
+    [
+        (['bandwidth_per_job = "32GB/s"'], 16, 2e9),
+        (['bandwidth_per_job = "32GB/s"'], None, 8e9),  # one node: its four ranks are all
+        (['bandwidth = "20GB/s"', 'bandwidth_per_job = "32GB/s"'], 16, 2e9),
+        (['bandwidth = "4GB/s"', 'bandwidth_per_job = "32GB/s"'], 16, 1e9),
+        ([], 16, None),
+    ],
+)
+def test_each_rank_gets_its_share_of_the_bandwidth(
+    tmp_path: Path, lines: list[str], world: int | None, each: float | None
+) -> None:
+    (tmp_path / "pfs").mkdir()
+    node = Node(local_ranks=4, limit_bytes=1 << 30, world=world)
+    [pfs] = built(tmp_path, tier("p", "pfs", f'path = "{tmp_path}/pfs"', *lines), node=node).tiers
+    assert pfs.info.write_bytes_per_s == each
 
 
 def test_readers_get_tiers_that_write_nothing_and_no_policies(tmp_path: Path) -> None:
@@ -121,9 +179,9 @@ def test_the_tiers_work(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "sft" / "run.json").read_bytes() == b"{}"
 
 
-# -- other people's drivers --------------------------------------------------------------
+# -- other people's drivers and policies -------------------------------------------------
 
-DRIVER_CODE = """\
+THEIR_CODE = """\
 from stepwell.tiers.memory import MemoryTier
 
 class Tape(MemoryTier):
@@ -137,26 +195,65 @@ class Cloud(MemoryTier):
 
 def lost(**_):
     return "not a tier"
+
+class Weekly:
+    def __init__(self, *, tier, parts=(), day="monday"):
+        self.said = f"{tier} {day} {parts}"
+    def __repr__(self):
+        return self.said
+    def decide(self, event, view):
+        return []
 """
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with drivers, as pip would leave it."""
+    """A package with drivers and policies, as pip would leave it."""
     site = tmp_path / "site"
     metadata = site / "their_drivers-1.0.dist-info"
     metadata.mkdir(parents=True)
-    (site / "their_drivers.py").write_text(DRIVER_CODE)
+    (site / "their_drivers.py").write_text(THEIR_CODE)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-drivers\nVersion: 1.0\n")
     points = [
+        "[stepwell.tiers]",
         "tape = their_drivers:Tape",
         "cloud = their_drivers:Cloud",
         "lost = their_drivers:lost",
         "gone = nowhere:X",
+        "[stepwell.policies]",
+        "weekly = their_drivers:Weekly",
+        "lost = their_drivers:lost",
     ]
-    (metadata / "entry_points.txt").write_text("\n".join(["[stepwell.tiers]", *points, ""]))
+    (metadata / "entry_points.txt").write_text("\n".join([*points, ""]))
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.delitem(sys.modules, "their_drivers", raising=False)
+
+
+@pytest.mark.usefixtures("installed")
+def test_policies_from_entry_points(tmp_path: Path) -> None:
+    rules = 'flush = [{ policy = "weekly", parts = ["model"] }, { every_steps = 5 }]'
+    text = tier("m", "memory", 'retain = { policy = "weekly" }') + tier("n", "memory", rules)
+    own = told([FlushNewest("n"), FlushRule("n", every_steps=5)])
+    assert told(built(tmp_path, text).policies) == [own[0], "n monday ['model']", own[1], "m monday ()"]
+    one = tier("m", "memory") + tier("n", "memory", 'flush = { policy = "weekly", day = "friday" }')
+    assert told(built(tmp_path, one).policies) == [own[0], "n friday ()"]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("line", "key", "says"),
+    [
+        ('retain = { policy = "weekley" }', "retain.policy", "no policy 'weekley'.*Did you mean 'weekly'"),
+        ('flush = [{}, { policy = "zzz" }]', "flush[1].policy", "no policy 'zzz'.*There are"),
+        ('flush = { policy = "weekly", dya = 1 }', "flush", "cannot be made.*'dya'.*keys that it takes"),
+        ('flush = [{ policy = "weekly", dya = 1 }]', "flush[0]", "cannot be made.*'dya'.*keys that it takes"),
+        ('retain = { policy = "lost" }', "retain", "'lost' has no decide.*as str shows.*base.Policy"),
+    ],
+)
+def test_what_can_be_wrong_with_a_policy(tmp_path: Path, line: str, key: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        built(tmp_path, tier("m", "memory") + tier("n", "memory", line))
+    assert caught.value.where == {"file": str(tmp_path / "c.toml"), "key": f"tier[1].{key}", "tier": "n"}
 
 
 @pytest.mark.usefixtures("installed")
@@ -167,7 +264,7 @@ def test_a_driver_from_an_entry_point(tmp_path: Path) -> None:
     assert isinstance(tape, MemoryTier) and type(tape).__name__ == "Tape"
     assert (tape.info.name, tape.info.capacity_bytes, tape.info.survives) == ("archive", 10**12, "node-loss")
     assert vars(tape)["path"] == "/dev/st0" and vars(tape)["read_only"] is False
-    assert told(chain.policies) == ["<FlushAll to archive>", "<KeepLast 2 on archive>"]
+    assert told(chain.policies) == told([FlushNewest("archive"), FlushRule("archive"), Retain("archive", last=2)])
 
 
 @pytest.mark.usefixtures("installed")

@@ -13,6 +13,7 @@ from stepwell.hostmem import (
     free_memory_bytes,
     host_budget_bytes,
     local_ranks,
+    world_ranks,
 )
 
 GIB = 1 << 30
@@ -160,3 +161,18 @@ def test_budget(state: int, ranks: int, limit: int, free: int, budget: int) -> N
 )
 def test_local_ranks(environ: dict[str, str], ranks: int) -> None:
     assert local_ranks(environ) == ranks
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS": "2"}, 16),
+        ({"SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "32"}, 32),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),  # there are at least those of this node
+        ({"WORLD_SIZE": "none"}, 1),
+    ],
+)
+def test_world_ranks(environ: dict[str, str], ranks: int) -> None:
+    assert world_ranks(environ) == ranks

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from stepwell.config import Config, find_config, load_config
-from stepwell.schema import Capacity, Evict, Retain
+from stepwell.schema import BestRule, Capacity, EvictTable, FlushRule, Grace, RetainTable, Seconds
 from tests.config.examples import NVME
 
-#: the example of the design, reduced to what exists
+#: the example of the design, but for what is not built: shared memory, and other policies than the least recently used
 EXAMPLE = (
     """\
 max_unsaved = "1h"
@@ -27,9 +27,9 @@ evict = { policy = "lru" }
 name = "pfs"
 driver = "pfs"
 path = "/lustre/${PROJECT}/ckpt"
-flush = "all"
-retain = { last = 5 }
-bandwidth = "20GB/s"
+flush = [{ every_steps = 100, parts = ["model"] }, { every_steps = 1000 }]
+retain = { last = 5, every_steps = 10000, best = { metric = "eval/acc", mode = "max", count = 2 } }
+bandwidth_per_job = "20GB/s"
 timeout = "1min 30s"
 """
 )
@@ -48,11 +48,45 @@ def test_the_example_of_the_design(tmp_path: Path) -> None:
     assert config.settings == {"max_unsaved": 3600.0}
     host, nvme, pfs = config.tiers
     assert (host.name, host.driver, host.capacity, host.shared) == ("host", "host", Capacity(fraction=0.25), False)
-    assert host.evict == Evict(policy="lru")
+    assert host.evict == EvictTable(policy="lru")
     assert (nvme.driver, nvme.path, nvme.capacity) == ("file", "/local/ann", Capacity(size_bytes=400 << 30))
-    assert (nvme.survives, nvme.retain, nvme.flush) == ("reboot", Retain(last=3), None)
-    assert (pfs.driver, pfs.path, pfs.flush, pfs.retain) == ("pfs", "/lustre/p1/ckpt", "all", Retain(last=5))
-    assert (pfs.bandwidth, pfs.timeout, pfs.capacity) == (20 * 10**9, 90.0, None)
+    assert (nvme.survives, nvme.retain, nvme.flush) == ("reboot", RetainTable(last=3), None)
+    assert (pfs.driver, pfs.path, pfs.capacity) == ("pfs", "/lustre/p1/ckpt", None)
+    assert pfs.flush == [FlushRule(every_steps=100, parts=["model"]), FlushRule(every_steps=1000)]
+    best = BestRule(metric="eval/acc", mode="max", count=2)
+    assert pfs.retain == RetainTable(last=5, every_steps=10_000, best=best)
+    assert (pfs.bandwidth, pfs.bandwidth_per_job, pfs.timeout) == (None, 20 * 10**9, 90.0)
+
+
+def test_every_rule_that_there_is(tmp_path: Path) -> None:
+    text = """
+    on_pressure = "newest-wins"
+    [[tier]]
+    name = "a"
+    driver = "memory"
+    retain = { newer_than = "7d", every = "1h30m", tagged = true, best = [{ metric = "l", mode = "min", count = 1 }] }
+    delete_grace = 0
+    [[tier]]
+    name = "b"
+    driver = "memory"
+    flush = { every = "10 min", when = "idle", backlog = "newest-wins" }
+    retain = { tagged = ["release"] }
+    verify_after_flush = "digest"
+    delete_grace = "30 min"
+    [[tier]]
+    name = "c"
+    driver = "memory"
+    flush = "at-close"
+    """
+    config = load(tmp_path, text)
+    a, b, c = config.tiers
+    assert config.settings == {"on_pressure": "newest-wins"}
+    best = [BestRule(metric="l", mode="min", count=1)]
+    assert a.retain == RetainTable(newer_than=Seconds(604_800), every=Seconds(5400), tagged=True, best=best)
+    assert [t.delete_grace for t in config.tiers] == [Grace(0), Grace(1800), None]
+    assert b.flush == FlushRule(every=Seconds(600), when="idle", backlog="newest-wins")
+    assert b.retain == RetainTable(tagged=["release"]) and b.verify_after_flush == "digest"
+    assert c.flush == "at-close"
 
 
 def test_times_and_run_at_the_top(tmp_path: Path) -> None:

@@ -108,10 +108,3 @@ def test_storage_alone_can_be_looked_at_from_a_smaller_machine(tmp_path: Path) -
         build(load_config(file), run="r", node=small)
     built = build(load_config(file), run="r", node=small, storage_only=True)
     assert [tier.info.name for tier in built.tiers] == ["nvme", "odd"]
-
-
-def test_a_key_that_is_not_built_yet_says_what_happens_instead(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text(CONFIG + 'delete_grace = "30min"\n')
-    with pytest.raises(ConfigError, match=r"'delete_grace' is not built yet.*is deleted at once"):
-        load_config(file)

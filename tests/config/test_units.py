@@ -132,3 +132,30 @@ def test_sizes_for_people(size_bytes: int, text: str) -> None:
 )  # fmt: skip
 def test_times_for_people(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_zero_is_a_time_only_where_that_is_said() -> None:
+    for written in (0, 0.0, "0s", "0 min"):
+        assert parse_duration(written, or_zero=True) == 0
+    assert parse_duration("30 min", or_zero=True) == 1800
+    for written in (-1, "0", math.nan, True):
+        with pytest.raises(ConfigError):
+            parse_duration(written, or_zero=True)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["B", "kB", "MB", "GB", "KiB", "MiB", "GiB"]), st.sampled_from(["", " "]))
+def test_a_size_means_its_number_times_its_unit(number: int, unit: str, space: str) -> None:
+    one = parse_size(f"1{unit}")
+    assert parse_size(f"{number}{space}{unit}") == number * one
+    assert parse_rate(f"{number}{space}{unit}/s") == number * one
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.sampled_from(["ms", "s", "min", "h", "d"])), min_size=1, max_size=4))
+def test_a_duration_is_the_sum_of_its_terms(terms: list[tuple[int, str]]) -> None:
+    together = parse_duration(" ".join(f"{number}{unit}" for number, unit in terms))
+    assert math.isclose(together, sum(parse_duration(f"{number} {unit}") for number, unit in terms))
+
+
+@given(st.integers(1, 100))
+def test_a_percentage_is_a_hundredth_of_its_number(percent: int) -> None:
+    assert math.isclose(parse_percent(f"{percent}%"), percent / 100)

@@ -18,6 +18,7 @@ GOOD = (
     """\
 max_unsaved = "1h"
 block_timeout = "2min"
+on_pressure = "newest-wins"
 
 [[tier]]
 name = "host"
@@ -32,12 +33,16 @@ evict = "lru"
 name = "pfs"
 driver = "pfs"
 path = "/lustre/$PROJECT/ckpt"
-flush = "all"
-retain = { last = 5 }
+flush = [{ every_steps = 100, parts = ["model"] }, { every_steps = 1000 }]
+retain = { last = 5, every_steps = 10000, best = { metric = "eval/acc", mode = "max", count = 2 } }
 bandwidth = "20GB/s"
+bandwidth_per_job = "200GB/s"
+verify_after_flush = "digest"
+delete_grace = 0
 timeout = "30s"
 """
 )
+BEST = '{ metric = "eval/acc", mode = "max", count = 2 }'
 
 HOST = '[[tier]]\nname = "host"\ndriver = "host"\n'
 MEMORY = '[[tier]]\nname = "m"\ndriver = "memory"\n'
@@ -67,12 +72,12 @@ CHANGED: dict[str, tuple[str, str, str, str | None, str]] = {
     "last of the wrong type": ("last = 3", 'last = "3"', "tier[1].retain.last", "nvme", "number, got text.*last = 3"),
     "last zero": ("last = 3", "last = 0", "tier[1].retain.last", "nvme", "keeps nothing.*at least 1"),
     "retain a number": ("{ last = 3 }", "3", "tier[1].retain", "nvme", "table, got whole number.*last = 3"),
-    "retain empty": ("{ last = 3 }", "{}", "tier[1].retain.last", "nvme", "'last' is missing.*Write last"),
+    "retain empty": ("{ last = 3 }", "{}", "tier[1].retain", "nvme", "no rule.*last = 3.*without retain, all stay"),
     "survives": ('"reboot"', '"forever"', "tier[1].survives", "nvme", "'forever' cannot be chosen.*\"node-loss\""),
     "no name": ('name = "nvme"\n', "", "tier[1].name", None, "'name' is missing.*Write name"),
     "no driver": ('driver = "file"\n', "", "tier[1].driver", "nvme", "'driver' is missing.*Write driver"),
     "no path": ('path = "/local/$USER"\n', "", "tier[1].path", "nvme", "file driver needs a path.*Write path"),
-    "name not a text": ('"nvme"', "7", "tier[1].name", None, "expected text, got whole number.*in quotes"),
+    "name not a text": ('"nvme"', "7", "tier[1].name", None, "expected text, got whole number.*name = \"nvme\""),
     "name of two words": ('"nvme"', '"my disk"', "tier[1].name", "my disk", "cannot name a tier.*letters"),
     "unknown driver": ('"file"', '"flie"', "tier[1].driver", "nvme", "no driver 'flie'.*mean 'file'"),
     "far driver": ('"file"', '"zzz"', "tier[1].driver", "nvme", "no driver 'zzz'.*host, memory, file, pfs"),
@@ -92,15 +97,92 @@ CHANGED: dict[str, tuple[str, str, str, str | None, str]] = {
     "pfs survives less": ('"30s"', '"30s"\nsurvives = "reboot"', "tier[2].survives", "pfs", "it is 'node-loss'"),
     "run with a slash": ('"1h"', '"1h"\nrun = "a/b"', "run", None, "'a/b' cannot name a run.*without '/'"),
     "later: shared": ('"lru"', '"lru"\nshared = true', "tier[0].shared", "host", "not built yet.*shared = false"),
-    "later: s3-fifo": ('"lru"', '"s3-fifo"', "tier[0].evict", "host", "'s3-fifo' cannot.*\"lru\".*not built yet"),
-    "later: policy table": ('"lru"', '{ policy = "cost-aware" }', "tier[0].evict.policy", "host", "not built yet"),
-    "later: flush rules": ('"all"', "[{ every_steps = 9 }]", "tier[2].flush", "pfs", "\"all\".*not built yet"),
-    "later: flush idle": ('"all"', '"idle"', "tier[2].flush", "pfs", "'idle' cannot be chosen.*\"all\".*not built yet"),
-    "later: windows": ("last = 5", "every_steps = 9", "tier[2].retain.every_steps", "pfs", "not built yet.*last = 3"),
-    "later: best": ("last = 5", "best = 9", "tier[2].retain.best", "pfs", "'best' is not built yet.*last = 3"),
-    "later: per job": ("bandwidth =", "bandwidth_per_job =", "tier[2].bandwidth_per_job", "pfs", "not built"),
-    "later: verify": ('"1h"', '"1h"\nverify_after_flush = "size"', "verify_after_flush", None, "not built yet.*Leave"),
-    "later: pressure": ('"all"', '"all"\non_pressure = "skip"', "tier[2].on_pressure", "pfs", "not built yet.*Leave"),
+    "later: s3-fifo": ('"lru"', '"s3-fifo"', "tier[0].evict", "host", "'s3-fifo' cannot.*\"lru\".*later version"),
+    "later: policy table": ("\"lru\"", '{ policy = "cost-aware" }', "tier[0].evict.policy", "host", "not built yet"),
+    "flush: typo": ("{ every_steps = 100,", "{ every_step = 100,", "tier[2].flush[0].every_step", "pfs",
+                    "no key 'every_step'.*Did you mean 'every_steps'"),
+    "flush: typo in a single rule": ("flush = [{ every_steps = 100, parts = [\"model\"] }, { every_steps = 1000 }]",
+                                     "flush = { prats = [] }", "tier[2].flush.prats", "pfs", "Did you mean 'parts'"),
+    "flush: two windows": ("every_steps = 1000", 'every_steps = 1000, every = "1h"', "tier[2].flush[1].every", "pfs",
+                           "one window.*two rules"),
+    "flush: no window": ("every_steps = 1000", "every_steps = 0", "tier[2].flush[1].every_steps", "pfs",
+                         "every_steps = 0 is no window.*at least 1"),
+    "flush: steps as text": ("every_steps = 1000", 'every_steps = "1k"', "tier[2].flush[1].every_steps", "pfs",
+                             "whole number, got text.*every_steps = 100"),
+    "flush: steps as a time": ("every_steps = 1000", 'every = "1k"', "tier[2].flush[1].every", "pfs",
+                               "unknown unit 'k'.*'1h'"),
+    "flush: no parts": ('["model"]', "[]", "tier[2].flush[0].parts", "pfs", "no part is named.*as in parts = "),
+    "flush: part without a name": ('["model"]', '[""]', "tier[2].flush[0].parts", "pfs", "a part has no name.*once"),
+    "flush: part twice": ('["model"]', '["model", "model"]', "tier[2].flush[0].parts", "pfs", "'model' is named twice"),
+    "flush: one part as text": ('["model"]', '"model"', "tier[2].flush[0].parts", "pfs",
+                                r"list, got text.*parts = \[\"model\"\]"),
+    "flush: when": ("every_steps = 1000", 'when = "busy"', "tier[2].flush[1].when", "pfs",
+                    "'busy' cannot be chosen.*when = \"idle\""),
+    "flush: backlog": ("every_steps = 1000", 'backlog = "drop"', "tier[2].flush[1].backlog", "pfs",
+                       "'drop' cannot be chosen.*\"keep-all\" or \"newest-wins\""),
+    "flush: same rule twice": ("{ every_steps = 1000 }", "{}, {}", "tier[2].flush[2]", "pfs",
+                               "same as rule 1.*Leave one"),
+    "flush: no rules": ('[{ every_steps = 100, parts = ["model"] }, { every_steps = 1000 }]', "[]", "tier[2].flush",
+                        "pfs", "no rules.*at-close"),
+    "flush: word": ('[{ every_steps = 100, parts = ["model"] }, { every_steps = 1000 }]', '"idle"', "tier[2].flush",
+                    "pfs", "'idle' cannot be chosen.*\"all\" or \"at-close\", or flush = "),
+    "flush: number": ('[{ every_steps = 100, parts = ["model"] }, { every_steps = 1000 }]', "100", "tier[2].flush",
+                      "pfs", "text or table or list, got whole number.*\"all\""),
+    "flush: policy nobody has": ("{ every_steps = 1000 }", '{ policy = "xyzzy", a = 1 }', "tier[2].flush[1].policy",
+                                 "pfs", "no policy 'xyzzy'"),
+    "flush: policy a number": ("{ every_steps = 1000 }", "{ policy = 3 }", "tier[2].flush[1].policy",
+                               "pfs", "text, got whole number.*Write policy"),
+    "flush: hidden field": ("{ every_steps = 1000 }", "{ keywords = {} }", "tier[2].flush[1].keywords", "pfs",
+                            "no key 'keywords'"),
+    "flush: a rule for the first storage tier": ('"reboot"', '"reboot"\nflush = { every_steps = 9 }', "tier[1].flush",
+                                                 "nvme", "first storage tier: every save goes there.*tier below"),
+    "flush: at-close for the first storage tier": ('"reboot"', '"reboot"\nflush = "at-close"', "tier[1].flush",
+                                                   "nvme", "first storage tier: every save goes there.*tier below"),
+    "a rule's key in the tier": ('"reboot"', '"reboot"\nparts = ["model"]', "tier[1].parts", "nvme",
+                                 "inside a rule, flush = { parts"),
+    "a window in the tier": ('"reboot"', '"reboot"\nevery_steps = 5', "tier[1].every_steps", "nvme",
+                             "inside flush = { every_steps = … } or retain = { every_steps"),
+    "retain's key in the tier": ('"reboot"', '"reboot"\nlast = 5', "tier[1].last", "nvme",
+                                 "inside retain = { last"),
+    "retain: no window": ("every_steps = 10000", "every_steps = -1", "tier[2].retain.every_steps", "pfs",
+                          "every_steps = -1 is no window.*at least 1"),
+    "retain: window of time": ("every_steps = 10000", "every = 0", "tier[2].retain.every", "pfs", "0 is out of range"),
+    "retain: newer than": ("every_steps = 10000", 'newer_than = "a week"', "tier[2].retain.newer_than", "pfs",
+                           "'a week' is not a time.*'1h'"),
+    "retain: best of nothing": ('"eval/acc"', '""', "tier[2].retain.best.metric", "pfs", "no name.*metric = "),
+    "retain: best without mode": (', mode = "max"', "", "tier[2].retain.best.mode", "pfs",
+                                  "'mode' is missing.*mode = \"min\" or \"max\""),
+    "retain: best of mode": ('"max"', '"most"', "tier[2].retain.best.mode", "pfs", "'most' cannot.*\"min\" or"),
+    "retain: none of the best": ("count = 2", "count = 0", "tier[2].retain.best.count", "pfs",
+                                 "count = 0 keeps nothing.*at least 1"),
+    "retain: typo in best": ("count = 2", "cuont = 2", "tier[2].retain.best.cuont", "pfs", "Did you mean 'count'"),
+    "retain: best a text": (BEST, '"eval/acc"', "tier[2].retain.best", "pfs", "got text.*best = { metric"),
+    "retain: best empty": (BEST, "[]", "tier[2].retain.best", "pfs", "best has no rule.*name a metric"),
+    "retain: best twice": (BEST, f"[{BEST}, {BEST}]", "tier[2].retain.best[1]", "pfs",
+                           "two rules for the max of 'eval/acc'.*Leave out"),
+    "retain: no tag": ("every_steps = 10000", "tagged = []", "tier[2].retain.tagged", "pfs",
+                       "no tag is named.*tagged = true"),
+    "retain: not tagged": ("every_steps = 10000", "tagged = false", "tier[2].retain.tagged", "pfs", "no tag.*true"),
+    "retain: empty tag": ("every_steps = 10000", 'tagged = [""]', "tier[2].retain.tagged", "pfs", "an empty tag.*true"),
+    "retain: tag as text": ("every_steps = 10000", 'tagged = "x"', "tier[2].retain.tagged", "pfs",
+                            "list, got text.*for any tag"),
+    "retain: policy nobody has": ("{ last = 3 }", '{ policy = "xyzzy" }', "tier[1].retain.policy", "nvme",
+                                  "no policy 'xyzzy'.*(own keys|There are)"),
+    "verify at the top": ('"1h"', '"1h"\nverify_after_flush = "size"', "verify_after_flush", None,
+                          r"no key 'verify_after_flush'.*inside a \[\[tier\]\]"),
+    "verify of another kind": ('"digest"', '"sha256"', "tier[2].verify_after_flush", "pfs",
+                               "'sha256' cannot be chosen.*\"size\" or \"digest\""),
+    "verify where nothing is flushed": ('"reboot"', '"reboot"\nverify_after_flush = "size"',
+                                        "tier[1].verify_after_flush", "nvme", "nothing is flushed to it.*tier below"),
+    "grace negative": ("delete_grace = 0", "delete_grace = -1", "tier[2].delete_grace", "pfs", "-1 is out of range"),
+    "grace of a host": ('"lru"', '"lru"\ndelete_grace = 0', "tier[0].delete_grace", "host",
+                        "host driver has no 'delete_grace'.*take it: memory, file, pfs"),
+    "pressure in a tier": ('"lru"', '"lru"\non_pressure = "skip"', "tier[0].on_pressure", "host", "top of the file"),
+    "pressure of another kind": ('"newest-wins"', '"drop"', "on_pressure", None,
+                                 "'drop' cannot be chosen.*\"block\" or \"skip\" or \"newest-wins\""),
+    "per job on a disk": ('"reboot"', '"reboot"\nbandwidth_per_job = "1GB/s"', "tier[1].bandwidth_per_job", "nvme",
+                          "take it: pfs"),
+    "per job without a time": ('"200GB/s"', '"200GB"', "tier[2].bandwidth_per_job", "pfs", "'200GB' is not a rate"),
 }  # fmt: skip
 
 #: whole files: (text, key, tier, what the message must say)
@@ -151,7 +233,7 @@ def test_the_good_file_is_good(tmp_path: Path) -> None:
 
 
 def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
-    refusal(tmp_path / "c.toml", GOOD.replace('"/local/$USER"', "/local/ann"), "not valid TOML.*line 13")
+    refusal(tmp_path / "c.toml", GOOD.replace('"/local/$USER"', "/local/ann"), "not valid TOML.*line 14")
 
 
 def test_what_is_no_text_is_said_to_be_none(tmp_path: Path) -> None:

@@ -188,3 +188,18 @@ def test_an_epoch_file_that_was_never_whole_is_passed_over() -> None:
         await mine.close()
 
     asyncio.run(main())
+
+
+def test_step_folders_that_were_copied_without_their_epochs_are_older_than_what_follows() -> None:
+    async def main() -> None:
+        tier = MemoryTier()
+        await tier.start()
+        await tier.commit(RecordKey("run", "step-000000100.7-3/rank-00000.json"), b"{}")
+        mine = Writership("run", tier, JOB, FakeClock())
+        assert await mine.acquire() == 8
+        await mine.close()
+        again = Writership("run", tier, JOB, FakeClock())
+        assert await again.acquire() == 9
+        await again.close()
+
+    asyncio.run(main())

@@ -53,6 +53,25 @@ def test_chunks_come_from_the_arena_where_it_has_them_and_from_the_tier_where_no
     run(scenario)
 
 
+def test_what_memory_holds_does_not_hide_what_a_tier_has_lost() -> None:
+    """Verifying a tier is asked about its own bytes, although the same chunks lie in memory."""
+
+    async def scenario() -> None:
+        tier, state = MemoryTier("near"), State(SIZE, 1)
+        async with moving(tier) as mover:
+            [job] = await put(mover, tier, [(MODEL, state)], True)
+            assert mover.host is not None
+            await mover.verify([tier], MODEL, SIZE, job.crcs)
+            tier._shards[MODEL][3 * MIB] ^= 1
+            await mover.verify([mover.host, tier], MODEL, SIZE, job.crcs)
+            with pytest.raises(CorruptData):
+                await mover.verify([tier], MODEL, SIZE, job.crcs)
+            await mover.verify([tier], MODEL, SIZE, job.crcs, first=4 * MIB)
+            check_all_back(mover)
+
+    run(scenario)
+
+
 def test_chunks_are_evicted_while_they_are_read() -> None:
     async def scenario() -> None:
         tier, states = MemoryTier("near"), {MODEL: State(SIZE, 1), OTHER: State(14 * MIB, 2)}

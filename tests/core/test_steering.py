@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +14,25 @@ import pytest
 from stepwell.backoff import Backoff
 from stepwell.catalog import Catalog
 from stepwell.chain import Chain, reserve
+from stepwell.deletion import Deleter
 from stepwell.errors import CorruptData, TierFull
+from stepwell.events import EventLog
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt
 from stepwell.format.records import Manifest, encode
+from stepwell.mending import Mender
 from stepwell.mover import Mover
 from stepwell.native import AsyncEngine, Engine
 from stepwell.policies.base import Drop, Event, Flush, Move, Opened, View
 from stepwell.policies.evict import LRU
-from stepwell.policies.retain import KeepLast
+from stepwell.policies.retain import Retain
 from stepwell.settings import Settings
 from stepwell.steering import Steering
 from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import HostTier, Priority
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.wrap import Fault, Faulty
+from stepwell.verification import Verifier
 from tests.core.virtual import LoopClock, turns
 
 PAGE = 4096
@@ -62,7 +67,16 @@ class Bench:
         self.tasks: list[asyncio.Task[Any]] = []
         self.flushed: list[Goal] = []
         self.flushers = {tier.info.name: self._flusher(tier) for tier in self.chain.storage}
-        self.steering = Steering(self.chain, policies, self.flushers, self._keep)
+        self.steering = self.steer(policies)
+
+    def steer(self, policies: Sequence[Any]) -> Steering:
+        owner: Any = SimpleNamespace(writership=self)
+        self.deleter = Deleter(self.chain, owner, EventLog(self.chain.clock), self._keep, set())
+        verifier = Verifier(self.chain, Mender(self.chain, owner, set()), self.deleter.events)
+        return Steering(self.chain, policies, self.flushers, self.deleter, verifier, self._keep)
+
+    async def require(self, tier: Tier, step: int) -> None:
+        """The run is ours."""
 
     def _flusher(self, tier: Tier) -> Flusher:
         return Flusher(tier, self._flush, LoopClock(), Backoff(random.Random(0)))
@@ -147,13 +161,13 @@ def test_a_view_says_what_is_where() -> None:
         await bench.have(1, bench.nvme, bench.pfs)
         await bench.have(2, bench.host, bench.nvme)
         bench.flushers["pfs"].want(Attempt(1, 2, 2))
-        view = await bench.steering.view()
+        view = await bench.steering.views.look()
         assert [tier.name for tier in view.tiers] == ["host", "nvme", "pfs"]
         assert [(c.step, sorted(c.complete_on), c.size_bytes) for c in view.checkpoints] == [
             (1, ["nvme", "pfs"], PAGE),
             (2, ["host", "nvme"], PAGE),
         ]
-        assert view.promised == {(name(2), "pfs")}
+        assert view.promised == {(name(2), "pfs"): None}
 
     steer(scenario)
 
@@ -184,7 +198,7 @@ def test_a_copy_in_memory_that_may_go_is_no_reason_to_drop_the_one_that_a_flush_
         await bench.done()
         assert bench.on(first) == {"host", "nvme"}
 
-    steer(scenario, KeepLast("nvme", 1))
+    steer(scenario, Retain("nvme", last=1))
 
 
 def test_moves_of_one_answer_are_judged_one_after_the_other() -> None:
@@ -209,7 +223,7 @@ def test_decisions_at_the_same_time_do_not_delete_twice_what_each_allows_once() 
         await bench.have(2, bench.nvme, bench.pfs)
         bench.add_mirror().want(first)
         bench.catalog._manifests.clear()  # so that views take a while
-        other = Steering(bench.chain, [second], bench.flushers, bench._keep)
+        other = bench.steer([second])
         await asyncio.gather(bench.steering.on(Opened()), other.on(Opened()))
         await bench.done()
         assert len(bench.on(first)) == 1
@@ -234,7 +248,7 @@ def test_no_scan_brings_back_what_is_being_deleted() -> None:
         await bench.catalog.refresh()
         assert [a.step for a in bench.catalog.holdings] == [2]
 
-    steer(scenario, KeepLast("nvme", 1), faults=[Fault("drop", 1, "stall")])
+    steer(scenario, Retain("nvme", last=1), faults=[Fault("drop", 1, "stall")])
 
 
 def test_a_copy_that_cannot_be_deleted_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +265,7 @@ def test_a_copy_that_cannot_be_deleted_is_found_again(caplog: pytest.LogCaptureF
         assert bench.on(first) == set()
 
     with caplog.at_level(logging.WARNING):
-        steer(scenario, KeepLast("nvme", 1), faults=[Fault("drop", 1)])
+        steer(scenario, Retain("nvme", last=1), faults=[Fault("drop", 1)])
 
 
 def test_moves_that_make_no_sense_harm_nothing() -> None:
@@ -287,7 +301,7 @@ def test_a_checkpoint_that_is_open_is_not_dropped_and_another_rank_deletes_elsew
         await bench.done()
         assert bench.on(first) == set()
 
-    steer(scenario, KeepLast("nvme", 1))
+    steer(scenario, Retain("nvme", last=1))
 
 
 def test_manifests_that_a_tier_does_not_give_are_asked_for_together() -> None:
@@ -299,7 +313,7 @@ def test_manifests_that_a_tier_does_not_give_are_asked_for_together() -> None:
         bench.catalog._manifests.clear()
         looking = asyncio.ensure_future(bench.steering.on(Opened()))
         await turns(20)
-        assert len(bench.nvme.hit) == len(bench.pfs.hit) == 8 and not looking.done()
+        assert len(bench.nvme.hit) == 8 and len(bench.pfs.hit) == 9 and not looking.done()  # and the next note
         bench.nvme.release()
         bench.pfs.release()
         await looking

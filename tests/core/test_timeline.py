@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from stepwell.format.names import Attempt
 from stepwell.format.records import Rewind
-from stepwell.timeline import abandoned, add_rewind, by_step, current
+from stepwell.timeline import abandoned, add_rewind, by_step, current, merged
 
 
 def attempt(step: int, epoch: int, call: int) -> Attempt:
@@ -46,3 +46,37 @@ def test_dropping_redundant_rewinds_changes_nothing(steps: list[int], places: li
     for step, epoch in places:
         one = attempt(step, epoch, 0)
         assert abandoned(one, kept) == abandoned(one, everything)
+
+
+def test_a_rewind_by_hand_joins_those_of_manifests() -> None:
+    old = [attempt(100, 1, 1), attempt(200, 1, 2), attempt(300, 1, 3)]
+    line = merged([Rewind(50, 1, 1)], [Rewind(200, 2, 0)])
+    assert current(old, line) == [old[1], old[0]]
+    assert merged(line, [Rewind(100, 3, 0)]) == [Rewind(50, 1, 1), Rewind(100, 3, 0)]
+    assert merged() == []
+
+
+REWINDS = st.lists(
+    st.builds(Rewind, st.integers(0, 20), st.integers(1, 6), st.integers(0, 4)), max_size=8, unique_by=repr
+)
+
+
+@given(REWINDS, st.lists(st.tuples(st.integers(0, 25), st.integers(0, 7), st.integers(0, 5)), max_size=25), st.data())
+def test_rewinds_give_one_line_wherever_and_in_whatever_order_they_are_told(
+    rewinds: list[Rewind], places: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    """Records, manifests that know only some of them, and pruned lists come to the same."""
+    line = merged(rewinds)
+    found = [attempt(*place) for place in places]
+    assert [a for a in found if not abandoned(a, line)] == [a for a in found if not abandoned(a, rewinds)]
+    shuffled = data.draw(st.permutations(rewinds))
+    cut, again = data.draw(st.integers(0, len(rewinds))), data.draw(st.integers(0, len(rewinds)))
+    assert merged(shuffled[:cut], merged(shuffled[again:]), shuffled[cut:]) == line
+    assert merged(line) == line
+    assert current(data.draw(st.permutations(found)), line) == current(found, merged(shuffled))
+
+
+@given(REWINDS)
+def test_a_later_save_with_a_rewind_of_its_own_goes_on_from_the_merged_line(rewinds: list[Rewind]) -> None:
+    new = Rewind(10, 7, 1)
+    assert add_rewind(merged(rewinds), new) == merged(rewinds, [new])

@@ -24,6 +24,7 @@ class Chaos:
         """Something happens, or nothing."""
         actions: list[tuple[float, Callable[[], None]]] = [
             (3.0, self._start_one),
+            (3.0, self._evaluate),
             (2.0, self._kill_one),
             (0.7, self._lose_node),
             (1.0, self._pause_one),
@@ -37,8 +38,14 @@ class Chaos:
         action()
 
     def _start_one(self) -> None:
-        if len(self._world.alive) < 2:
+        if len(self._world.writers) < 2:
             self._world.spawn(self._world.training.train)
+
+    def _evaluate(self) -> None:
+        """A job that reads, mostly on another node."""
+        if len(self._world.alive) == len(self._world.writers):
+            job = self._world.rng.choice((self._world.evaluating.evaluate, self._world.evaluating.watch))
+            self._world.spawn(job, reads_only=True)
 
     def _kill_one(self) -> None:
         if self._world.alive:
@@ -103,9 +110,13 @@ class Chaos:
             shard, file = self._world.rng.choice(shards)
             block = self._world.rng.choice(sorted(file.blocks))
             self._world.note("flip", medium.name, str(shard), block)
+            flip = medium.name, shard.checkpoint.attempt, shard.name, block
+            self._world.invariants.flipped_at[flip] = self._world.timeline.now
+            self._world.invariants.garbled.add(shard.checkpoint.attempt)
             medium.flip_block(shard, block, self._world.rng)
         records = [key for key in medium.records if key.name.endswith(("manifest.json", "rank-00000.json"))]
         if self._world.rng.random() < 0.2 and records:
             record = self._world.rng.choice(records)
             self._world.note("flip", medium.name, str(record))
+            self._world.invariants.garbled.add(record.name.rpartition("/")[0])
             medium.flip_record(record, self._world.rng)

@@ -2,10 +2,11 @@
 
 - A manifest is never there before all that it commits is there, right and durable.
 - What was acknowledged stays readable: every block, from one tier or another, on all that survived. Only garbled
-  blocks (flips) excuse a loss, and retention, which may take what has enough newer ones.
+  blocks (flips) excuse a loss, and retention, which lets go what no rule wants (`tests.sim.judge`).
 - Who takes a run over forgets nothing that was acknowledged, and nothing that was passed over is acknowledged later.
 - Nobody deletes a checkpoint that a later writer counts on.
 - No tier holds more than its room.
+- The files of a deleted checkpoint stay for the tier's grace, or as long as somebody who needs the room must wait.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stepwell import native
 from stepwell.errors import StepwellError
-from stepwell.format.names import EPOCHS, MANIFEST, Attempt, epoch_of, rank_file
+from stepwell.format.names import DELETED, EPOCHS, MANIFEST, Attempt, epoch_of, rank_file
 from stepwell.format.records import Manifest, RankRecord, Seen, decode
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey
 from stepwell.timeline import current
@@ -26,14 +27,20 @@ from tests.sim.model import Broken, Gap, Model, Saved
 class Invariants:
     """Watches all media of one run. `media`: nearest first; the last one says who writes the run."""
 
-    def __init__(self, run: str, model: Model, retain: dict[str, int]) -> None:
-        """retain: how many checkpoints a tier keeps, where it does not keep all."""
-        self.run, self.model, self.retain = run, model, retain
+    def __init__(self, run: str, model: Model, clock: Callable[[], float]) -> None:
+        self.run, self.model, self._clock = run, model, clock
         self.media: list[Medium] = []
+        self.grace_s: dict[str, float] = {}  # tier -> how long deleted files stay at least
+        self.condemned: dict[tuple[str, str], object] = {}  # (tier, checkpoint) -> the process that deletes it
+        self.marked: dict[tuple[str, str], float] = {}  # (tier, checkpoint) -> since when it is marked as deleted
+        self.ever: dict[tuple[str, Attempt], set[str]] = {}  # (tier, attempt) -> parts that were committed there
+        self.flipped_at: dict[tuple[str, str, str, int], float] = {}  # (tier, checkpoint, file, block) -> when
+        self.garbled: set[str] = set()  # checkpoints of which something ever was
         self.seen_epoch = 0
         self._seen: set[str] = set()
         self._broken: list[Broken] = []
         self.overtaken: Callable[[], bool] = lambda: False  # whether the process that runs has lost the run
+        self.running: Callable[[], object] = lambda: None  # that process
 
     def watch(self, media: Sequence[Medium]) -> None:
         self.media = list(media)
@@ -46,7 +53,7 @@ class Invariants:
             raise self._broken[0]
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         try:
             yield
         except Broken as broken:
@@ -56,22 +63,25 @@ class Invariants:
 
     def published(self, medium: Medium, record: RecordKey) -> None:
         folder, _, name = record.name.rpartition("/")
-        with self._noting():
+        with self.noting():
             if name == MANIFEST:
                 self._check_manifest(medium, folder)
+            elif name == DELETED:
+                self.marked[medium.name, folder] = self._clock()
             elif folder == EPOCHS and name.endswith("seen.json") and medium is self.media[-1]:
                 self._find_seen()
                 self._check_seen()
 
     def written(self, medium: Medium, shard: ShardKey) -> None:
-        with self._noting():
+        with self.noting():
             if medium.room_bytes is not None and medium.used_bytes > medium.room_bytes:
                 raise Broken(f"{medium.name} holds {medium.used_bytes} of {medium.room_bytes} bytes")
             self._check_kept(shard.checkpoint.attempt)
 
     def removed(self, medium: Medium, key: Key) -> None:
-        with self._noting():
+        with self.noting():
             if isinstance(key, ShardKey):
+                self._check_grace(medium, key.checkpoint.attempt)
                 self._check_kept(key.checkpoint.attempt)
                 return
             folder, _, name = key.name.rpartition("/")
@@ -113,6 +123,10 @@ class Invariants:
     def node_lost(self) -> None:
         """A node went down: everything that was acknowledged is looked at."""
         self._find_seen()
+        markers = {
+            (m.name, key.name.rpartition("/")[0]) for m in self.media for key in m.records if DELETED in key.name
+        }
+        self.marked = {copy: since for copy, since in self.marked.items() if copy in markers}
         for saved in self.model.saves:
             self.check_saved(saved)
 
@@ -191,6 +205,12 @@ class Invariants:
         names = (self._manifest(folder), RecordKey(self.run, f"{folder}/{rank_file(0)}"))
         return all(name in medium.records and not medium.records[name].flipped for name in names)
 
+    def bad_in(self, folder: str, medium: Medium) -> list[tuple[str, int, bool]]:
+        """(file, block, whether it was garbled) of all that is committed on the medium and wrong there."""
+        saved = self.model.find(folder)
+        bad = self._bad_blocks(saved, [medium]) if saved is not None else []
+        return [each for each in bad if ShardKey(self._key(folder), each[0]) in medium.files]
+
     def _bad_blocks(self, saved: Saved, media: Sequence[Medium]) -> Iterator[tuple[str, int, bool]]:
         """(file, block, whether it was garbled) of all that no copy has right."""
         folder = saved.handle.checkpoint
@@ -221,6 +241,7 @@ class Invariants:
         if native.crc32c(record.data) != manifest.digests[0]:
             raise Broken(f"{where} commits another record than the one that is there")
         told = decode(record.data, RankRecord)
+        self.ever.setdefault((medium.name, attempt), set()).update(manifest.parts)
         absent = {file for part in manifest.absent for file in told.parts[part]}
         for shard in told.shards:
             if shard.file not in absent:
@@ -275,11 +296,10 @@ class Invariants:
             if not garbled:
                 raise Broken(f"{saved} was acknowledged on {sorted(saved.acked)}, block {block} of {name} is lost")
 
-    def _has_enough(self, medium: Medium, attempt: Attempt) -> bool:
-        """Whether retention may delete this checkpoint there."""
-        keep = self.retain.get(medium.name)
-        newer = [other for other in self.committed([medium]) if other != attempt and other.step >= attempt.step]
-        return keep is not None and len(newer) >= keep
+    def _check_grace(self, medium: Medium, folder: str) -> None:
+        since = self.marked.get((medium.name, folder))
+        if since is not None and self._clock() < since + self.grace_s.get(medium.name, 0.0) - 1e-3:
+            raise Broken(f"{folder} was deleted from {medium.name} at {since:.3f}, and its files go already")
 
     def _check_deletion(self, medium: Medium, folder: str) -> None:
         """A manifest was removed from a medium."""
@@ -287,9 +307,9 @@ class Invariants:
         if attempt is None or saved is None:
             return
         copies = [other for other in self.committed().get(attempt, []) if not any(self._bad_blocks(saved, [other]))]
-        if self._has_enough(medium, attempt):  # as retention may
+        who = self.condemned.pop((medium.name, folder), None)
+        if who is not None and who is self.running():  # retention: it was judged when it was decided
             saved.acked.discard(medium.name)
-            saved.acked -= {other.name for other in self.media if self._has_enough(other, attempt)}
         elif medium.name in saved.acked and copies:  # what is removed for repair is safe on another tier
             saved.acked.discard(medium.name)
             saved.acked |= {other.name for other in copies}

@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -113,8 +114,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         handle = self._ready.popleft()
         if handle.cancelled():
             return
-        with self.running():
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)  # as `running` does; this is the hottest line of the simulation
+        try:
             handle._run()
+        finally:
+            asyncio._set_running_loop(before)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -177,7 +182,10 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        return self.call_at(self.time() + delay, callback, *args, context=context)
+        when = self.time() + delay
+        if delay > 0:  # however little: who sleeps until some moment must not stay just before it for ever
+            when = max(when, math.nextafter(self.time(), math.inf))
+        return self.call_at(when, callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None

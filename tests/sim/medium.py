@@ -50,6 +50,7 @@ class Record:
     durable: bool = False
     before: bytes | None = None  # what is left of a replaced one (a heartbeat) if the new one is not durable
     flipped: bool = False
+    clean: bytes | None = None  # what was there before the first flip: somebody may have read that
 
 
 class Watcher(Protocol):
@@ -158,15 +159,15 @@ class Medium:
         self._temporaries[temporary] = _folder(record)
         return temporary
 
-    def may_publish(self, record: RecordKey, temporary: object) -> bool:
-        """False if somebody deleted the checkpoint meanwhile."""
+    def may_publish(self, record: RecordKey, temporary: object, *, alone: bool) -> bool:
+        """False if somebody deleted the checkpoint meanwhile. alone: no shards are committed with it."""
         folder = self._temporaries.pop(temporary, None)
         if folder is None:
             return False
-        if not record.name.rpartition("/")[2].startswith(MANIFEST_PREFIX):
+        if not alone or not record.name.rpartition("/")[2].startswith(MANIFEST_PREFIX):
             return True
-        checkpoint = CheckpointKey(*folder)
-        return len(self.inside(checkpoint)) > sum(1 for _ in self._manifests(checkpoint))
+        prefix = f"{folder[1]}/rank-"
+        return any(key.run == folder[0] and key.name.startswith(prefix) for key in self.records)
 
     def delete_from(self, checkpoint: CheckpointKey) -> list[Key]:
         """What is to be deleted with a checkpoint; records that are only on their way are gone with this call."""
@@ -266,6 +267,7 @@ class Medium:
 
     def flip_record(self, key: RecordKey, rng: random.Random) -> None:
         record = self.records[key]
+        record.clean = record.clean or record.data
         at = rng.randrange(len(record.data))
         record.data = record.data[:at] + bytes([record.data[at] ^ 1 << rng.randrange(8)]) + record.data[at + 1 :]
         record.flipped = True

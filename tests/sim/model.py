@@ -103,6 +103,12 @@ class Saved:
     asked_at: float = 0.0
     undisturbed: bool = False  # its process had the run and was not held up when it was asked for
     failed: bool = False
+    settled: bool = False  # there is nothing more to be told
+    made: float = 0.0
+
+    @property
+    def parts(self) -> list[str]:
+        return [file.removesuffix(".safetensors") for file in self.sizes]
 
     @property
     def attempt(self) -> Attempt | None:

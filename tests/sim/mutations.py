@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from stepwell import promises, steering
 from stepwell.catalog import Catalog
+from stepwell.deletion import Deleter
 from stepwell.epochs import Writership
 from stepwell.mover import Mover
+from stepwell.notes import Notes
 from stepwell.ownership import Ownership
+from stepwell.policies import flush, retain
+from stepwell.policies.base import Cancel, CheckpointView, Drop, Event, Move, Pressure, View
+from stepwell.policies.flush import DropBacklog
+from stepwell.policies.retain import Retain
 from stepwell.saving import Save
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey
+from stepwell.verification import Verifier
 from tests.sim.tier import SimTier
 
 Mutation = Callable[[], contextlib.AbstractContextManager[object]]
@@ -110,6 +119,78 @@ def _unverified_read() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(Mover, "_scatter", trusting)
 
 
+def _no_last() -> contextlib.AbstractContextManager[object]:
+    """Retention that may take the newest complete checkpoint, with promises that let it."""
+    return _both(
+        mock.patch.object(promises, "_is_last", lambda checkpoint, here, view: False),
+        mock.patch.object(Retain, "_judged", lambda self, found, view: ((c, []) for c in found)),
+    )
+
+
+def _cancel_newest() -> contextlib.AbstractContextManager[object]:
+    """Flushes that are taken back although nothing newer gets there."""
+    return _both(
+        mock.patch.object(View, "overtaken", lambda self, checkpoint, tier: True),
+        mock.patch.object(DropBacklog, "decide", _cancel_all),
+    )
+
+
+def _cancel_all(self: DropBacklog, event: Event, view: View) -> list[Cancel]:
+    return [Cancel(name, tier, "") for name, tier in view.promised] if isinstance(event, Pressure) else []
+
+
+def _delete_before_flush() -> contextlib.AbstractContextManager[object]:
+    """Deletions that do not mind flushes that are decided."""
+    refusal = promises.refusal
+
+    def hasty(move: Move, view: View, leased: frozenset[str] = frozenset()) -> str | None:
+        return refusal(move, replace(view, promised={}) if isinstance(move, Drop) else view, leased)
+
+    return mock.patch.object(steering, "refusal", hasty)
+
+
+def _no_grace() -> contextlib.AbstractContextManager[object]:
+    """Deletions that take files away at once from whoever has not opened them yet."""
+    return mock.patch.object(Deleter, "_due", lambda self, copy: self._deleted_at[copy])
+
+
+def _no_keeps() -> contextlib.AbstractContextManager[object]:
+    """A writer that does not know what is kept."""
+    return mock.patch.object(Notes, "kept", lambda self, attempt: False)
+
+
+def _modulo() -> contextlib.AbstractContextManager[object]:
+    """Windows for checkpoints at multiples of their length alone."""
+
+    def windows(line: Sequence[CheckpointView], steps: int) -> dict[str, int]:
+        return {c.name: 0 if c.step % steps else c.step // steps for c in line}
+
+    return _both(mock.patch.object(flush, "of_steps", windows), mock.patch.object(retain, "of_steps", windows))
+
+
+def _missing_is_worst() -> contextlib.AbstractContextManager[object]:
+    """Retention of the best that takes those without the metric for bad ones."""
+    nothing = retain._Rule("", lambda found, view: set(), said=False)
+    return mock.patch.object(retain, "_missing", lambda metric: nothing)
+
+
+def _unverified_deletion() -> contextlib.AbstractContextManager[object]:
+    """Deletions of the last upper copy that do not ask whether the lower one is good."""
+
+    async def trusting(self: Verifier, *what: Any) -> None:
+        pass
+
+    return mock.patch.object(Verifier, "check_below", trusting)
+
+
+@contextlib.contextmanager
+def _both(*patches: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
 MUTATIONS: dict[str, Mutation] = {
     "manifest before shards": _manifest_before_shards,
     "early release of the state": _early_release,
@@ -120,6 +201,14 @@ MUTATIONS: dict[str, Mutation] = {
     "hidden base": _no_hidden_base,
     "unverified read": _unverified_read,
     "shards deleted first": _shards_first,
+    "the last one may go": _no_last,
+    "the newest is taken back": _cancel_newest,
+    "deletion before the flush": _delete_before_flush,
+    "no grace": _no_grace,
+    "no keeps": _no_keeps,
+    "windows by modulo": _modulo,
+    "a missing metric is the worst": _missing_is_worst,
+    "unverified deletion": _unverified_deletion,
 }
 
 

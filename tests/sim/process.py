@@ -21,10 +21,7 @@ from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job, LocalStore
 from stepwell.mover import Mover
 from stepwell.native import PieceMap
-from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
-from stepwell.policies.flush import FlushAll
-from stepwell.policies.retain import KeepLast
 from stepwell.reader import OpenCheckpoint, open_checkpoint
 from stepwell.reading import Reading
 from stepwell.saving import Order, Save
@@ -39,6 +36,7 @@ from tests.sim.loop import SimLoop
 from tests.sim.medium import Medium, Token
 from tests.sim.memory import NOTHING, Copier, Memory, Tokens, blocks_of
 from tests.sim.model import FakeSnapshot, Saved, make_snapshot, random_sizes
+from tests.sim.rules import TAGS, Rules, policies_of
 from tests.sim.tier import SimTier
 from tests.sim.weather import Weather
 
@@ -46,15 +44,18 @@ RUN = "run"
 CHUNK_BYTES = 2 << 20
 #: as the store does: how long save() blocks, and what the last steps of closing may take
 BLOCK_S, STOP_S = 120.0, 10.0
+#: what clocks on walls show when a world begins
+EPOCH_S = 1.7e9
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What all processes of a world have in common."""
 
-    kinds: tuple[str, ...]  # of tiers, nearest first: host, disk, pfs
+    kinds: tuple[str, ...]  # of tiers, nearest first: host, disk, nvme, pfs
     arena_bytes: int
-    retain: dict[str, int]
+    rules: Rules
+    on_pressure: str = "block"
     timeout_s: float = 60.0  # of the pfs
 
 
@@ -71,7 +72,7 @@ class LoopClock:
     """The virtual time of the loop that asks."""
 
     def wall(self) -> float:
-        return 1.7e9 + asyncio.get_running_loop().time()
+        return EPOCH_S + asyncio.get_running_loop().time()
 
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time()
@@ -149,11 +150,12 @@ class Process:
             )
         self.mover = Mover(Copier(self._memory, self.rng), self.arena, self.host)
         self.catalog = Catalog(RUN, self.tiers)
-        chain = Chain(RUN, self.tiers, self.mover, self.catalog, LoopClock(), Settings())
-        policies: list[Policy] = [FlushAll(tier.info.name) for tier in chain.storage[1:]]
-        policies += [KeepLast(tier, last) for tier, last in self.setup.retain.items()]
+        rules = self.setup.rules
+        options = {tier: mine.options for tier, mine in rules.items()}
+        settings = Settings(on_pressure=self.setup.on_pressure)
+        chain = Chain(RUN, self.tiers, self.mover, self.catalog, LoopClock(), settings, options)
         self.chain = chain
-        self.writer = RunWriter(chain, policies, self.rng)
+        self.writer = RunWriter(chain, [] if self.reads_only else policies_of(rules, list(rules)), self.rng)
         self.job = Job(0, 1, LocalStore(), None, 0)
 
     def describe(self, job: Job, wall: float) -> EpochRecord:
@@ -185,6 +187,15 @@ class Process:
         with self.loop.running():
             self.loop.create_task(main())
 
+    def knows(self, attempt: Attempt, tier: str) -> bool:
+        """Whether its catalog has a copy there."""
+        return any(holding.tier.info.name == tier for holding in self.catalog.holdings.get(attempt, []))
+
+    @property
+    def wall(self) -> float:
+        """What its clock shows."""
+        return EPOCH_S + self.loop.time()
+
     @property
     def held(self) -> list[object]:
         """Slots and turns that somebody still has or waits for."""
@@ -210,7 +221,7 @@ class Process:
         skipped: dict[int, str] = {}
         for attempt in candidates:
             try:
-                tokens = await self._read(attempt)
+                tokens = await self.read(attempt)
             except (CorruptData, TierError, CheckpointNotFound) as error:
                 skipped[attempt.step] = str(error)
                 continue
@@ -218,7 +229,8 @@ class Process:
             return Restored(attempt, tokens, skipped)
         raise self.catalog.nothing_good(skipped)
 
-    async def _read(self, attempt: Attempt) -> dict[str, list[Token]]:
+    async def read(self, attempt: Attempt) -> dict[str, list[Token]]:
+        """A checkpoint's content, whole. Raises as `load` does."""
         opened = await open_checkpoint(self.catalog, attempt, 0, 1)
         try:
             reading = (self._read_shard(opened, at) for at in range(len(opened.held)))
@@ -261,14 +273,16 @@ class Process:
         self._calls += 1
         now = self.loop.time()
         files = {"tokenizer.json": b"{}" * 20} if self.rng.random() < 0.2 else {}
+        metrics: dict[str, float | str | None] = {"loss": self.rng.random()} if self.rng.random() < 0.8 else {}
+        tags = [self.rng.choice(TAGS)] if self.rng.random() < 0.1 else []
         order = Order(
-            call=self._calls, step=step, job=self.job, snapshot=snapshot.as_snapshot(), metrics={}, tags=[],
-            files=files, began=now, made=now, capture_seconds=0.0, rewind_to=rewind_to,
+            call=self._calls, step=step, job=self.job, snapshot=snapshot.as_snapshot(), metrics=metrics, tags=tags,
+            files=files, began=now, made=self.wall, capture_seconds=0.0, rewind_to=rewind_to,
         )  # fmt: skip
         handle = Save(order, self.tiers)
         tokens = {file: list(content.tokens) for file, content in snapshot.contents.items()}
         sizes = {shard.file: shard.size for shard in snapshot.shards}
-        saved = Saved(number, step, self.loop.name, tokens, sizes, rewind_to, handle, asked_at=now)
+        saved = Saved(number, step, self.loop.name, tokens, sizes, rewind_to, handle, asked_at=now, made=self.wall)
         saved.undisturbed = self.writer.owner.taken
         self.saves.append(saved)
         self.last_step = step

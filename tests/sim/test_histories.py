@@ -1,4 +1,4 @@
-"""Two hundred histories, those that failed once, and proof that the simulation would find what it is for."""
+"""Five hundred histories, those that failed once, and proof that the simulation would find what it is for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.sim.model import Broken
 from tests.sim.mutations import MUTATIONS, mutated
 from tests.sim.world import EVENTS_MIN, run_seed
 
-SEEDS, BATCH = 200, 10
+SEEDS, BATCH = 500, 10
 #: seeds that found a bug once; a campaign's failures belong here
 KEPT = json.loads((Path(__file__).parent / "seeds.json").read_text())
 #: seeds after which a planted bug must have been found
@@ -37,10 +38,14 @@ def test_histories_that_failed_once(seed: int) -> None:
 
 def test_histories_are_busy() -> None:
     """A simulation in which nothing happens finds nothing."""
-    outcomes = [run_seed(seed) for seed in range(1000, 1020)]
+    outcomes = [run_seed(seed) for seed in range(1000, 1040)]
     assert sum(outcome.saves for outcome in outcomes) > 100
     assert sum(outcome.acknowledged for outcome in outcomes) > 50
     assert sum(outcome.kills for outcome in outcomes) > 40
+    told = sum((outcome.told for outcome in outcomes), Counter[str]())
+    assert told["flushed"] > 100 and told["deleted"] > 60 and told["verified"] > 20
+    assert told["read"] > 10 and told["noted"] > 20 and told["watched"] > 5
+    assert all(told[what] for what in ("cancelled", "skipped", "freed", "not done", "gone"))
 
 
 def test_a_seed_is_one_history() -> None:

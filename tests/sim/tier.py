@@ -234,7 +234,7 @@ class SimTier(Background, Tier):
             self._torn(trouble, record)
             temporary = self.medium.write_beside(record)
             await self._weather.pass_time()
-            if not self.medium.may_publish(record, temporary):
+            if not self.medium.may_publish(record, temporary, alone=not shards):
                 raise self._error(errno.ENOENT, "what it commits is gone", record)
             if not self.medium.publish(record, data, self.node):
                 return await self._there_already(record)

@@ -14,8 +14,8 @@ from tests.sim.process import Process, Restored
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-#: what leaving a process may take, as by default; and at the end of a history, where all must get down
-EXIT_S, LAST_EXIT_S = 600.0, 1500.0
+#: what leaving a process may take, as by default
+EXIT_S = 600.0
 
 
 class Training:
@@ -27,9 +27,10 @@ class Training:
     async def train(self, process: Process) -> None:
         """Some steps."""
         rng = process.rng
+        pauses = (0.0, 0.005, 0.02) if rng.random() < 0.4 else (0.0, 0.01, 0.5, 20.0)
         await process.start()
         try:
-            step = await self._go_on(process)
+            step = await self.go_on(process)
             for _ in range(rng.randint(1, 8)):
                 step += rng.randint(1, 3)
                 saved = await self.save(process, step)
@@ -38,16 +39,18 @@ class Training:
                 if rng.random() < 0.1:
                     await self._flush(process)
                 if rng.random() < 0.15:
+                    await self._note(process)
+                if rng.random() < 0.15:
                     step = self._rewind(process, step)
-                await asyncio.sleep(rng.choice((0.0, 0.01, 0.5, 20.0)))
+                await asyncio.sleep(rng.choice(pauses))
                 if rng.random() < 0.1:
-                    step = await self._go_on(process)
+                    step = await self.go_on(process)
             if rng.random() < 0.5:
                 await asyncio.sleep(rng.random() * 200)
         finally:
             await process.close(rng.choice((5.0, EXIT_S)))
 
-    async def _go_on(self, process: Process) -> int:
+    async def go_on(self, process: Process) -> int:
         """Restores, after its own saves have come to an end; the step to go on from."""
         for saved in process.saves:
             await process.wait_durable(saved)
@@ -76,6 +79,13 @@ class Training:
         with contextlib.suppress(StepwellError, TimeoutError):
             async with asyncio.timeout(100.0):
                 await process.writer.flush(attempt, tier, process.job, parts)
+
+    async def _note(self, process: Process) -> None:
+        """The writer itself notes something of a checkpoint."""
+        if process.catalog.holdings:
+            attempt = process.rng.choice(sorted(process.catalog.holdings))
+            await self._world.evaluating.note(process, attempt)
+            await process.writer.noted(attempt)
 
     def _rewind(self, process: Process, step: int) -> int:
         steps = sorted({attempt.step for attempt in process.catalog.holdings})
@@ -110,12 +120,3 @@ class Training:
             raise Broken(f"{process} restored {restored.attempt.folder}, which nobody saved")
         if restored.tokens != saved.tokens:
             raise Broken(f"{process} restored other bytes than those of {saved}")
-
-    async def train_one(self, process: Process) -> None:
-        """One step, and all the time that it needs."""
-        await process.start()
-        try:
-            await self._go_on(process)
-            await self.save(process, process.last_step + 1)
-        finally:
-            await process.close(LAST_EXIT_S)

@@ -34,6 +34,7 @@ class Weather:
 
     rng: random.Random
     trouble_rate: float = 0.0
+    pace: float = 1.0  # how much longer than usual a block always takes
     stuck_until: float = 0.0
     slow_until: float = 0.0
     troubled_at: float = -1.0  # when something last went wrong here, or was stuck or slow
@@ -56,7 +57,7 @@ class Weather:
     async def pass_time(self, blocks: int = 0) -> None:
         """As long as an operation on so many blocks takes now."""
         loop = asyncio.get_running_loop()
-        seconds = self.rng.expovariate(1.0) * (CALL_S + BLOCK_S * blocks)
+        seconds = self.rng.expovariate(1.0) * (CALL_S + BLOCK_S * blocks * self.pace)
         await asyncio.sleep(seconds * SLOW_FACTOR if loop.time() < self.slow_until else seconds)
         while loop.time() < self.stuck_until:
             left_s = min(self.stuck_until - loop.time(), LOOK_S)  # it may clear up earlier

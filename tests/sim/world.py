@@ -13,33 +13,44 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import random
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
-from stepwell import commit, epochs
+from stepwell import commit, epochs, notes
 from stepwell.errors import RunBusy
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job
+from stepwell.settings import ON_PRESSURE
+from tests.sim.calm import Calm
 from tests.sim.chaos import NODES, Chaos
+from tests.sim.evaluating import Evaluating
 from tests.sim.invariants import Invariants
-from tests.sim.loop import SimLoop, Stuck, Timeline
+from tests.sim.judge import Judge, least_grace_s
+from tests.sim.loop import SimLoop, Timeline
 from tests.sim.medium import Medium
 from tests.sim.model import Broken, Gap, Model, Saved
-from tests.sim.process import CHUNK_BYTES, RUN, Process, Restored, Setup
-from tests.sim.training import EXIT_S, Training
+from tests.sim.process import CHUNK_BYTES, EPOCH_S, RUN, Process, Setup
+from tests.sim.rules import draw_rules
+from tests.sim.training import Training
 from tests.sim.weather import Weather
 
 #: callbacks that a history has before its world calms down
 EVENTS_MIN = 1000
-#: virtual seconds that calm weather may need to finish what was begun
-CALM_S = 3000.0
+#: bytes of the places
+ROOMS, SMALL_ROOMS = (None, None, 40 << 20, 120 << 20), (24 << 20, 40 << 20)
 #: what a save may take to a disk without trouble
 SAVE_S = 2.0
-CHAINS = (("disk",), ("disk", "pfs"), ("disk", "pfs"), ("host", "disk", "pfs"), ("host", "disk", "pfs"))
+CHAINS = (
+    ("disk",), ("disk", "pfs"), ("disk", "pfs"), ("host", "disk", "pfs"), ("host", "disk", "pfs"),
+    ("disk", "nvme", "pfs"), ("host", "disk", "nvme", "pfs"),
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -53,6 +64,7 @@ class Outcome:
     processes: int
     kills: int
     gap: bool  # it ended early, in the known gap
+    told: Counter[str]  # what writers have logged, and readers have seen, and how often
     trace: str  # of all that happened; equal for equal histories
 
 
@@ -67,14 +79,24 @@ class World:
         self.model = Model()
         kinds = self.rng.choice(CHAINS)
         storage = [kind for kind in kinds if kind != "host"]
-        retain = {kind: self.rng.randint(1, 3) for kind in storage if self.rng.random() < 0.4}
-        self.setup = Setup(kinds, self.rng.choice((4, 8, 12, 24)) * CHUNK_BYTES, retain)
-        self.places = {kind: self._place(kind) for kind in storage}
+        small = self.rng.random() < 0.35
+        rules = draw_rules(self.rng, storage, small)
+        self.setup = Setup(
+            kinds, self.rng.choice((4, 8, 12, 24)) * CHUNK_BYTES, rules, self.rng.choice(ON_PRESSURE)
+        )  # fmt: skip
+        self.places = {kind: self._place(kind, SMALL_ROOMS if small else ROOMS) for kind in storage}
         self.media = [medium for medium, _ in self.places.values()]
-        self.invariants = Invariants(RUN, self.model, retain)
+        self.invariants = Invariants(RUN, self.model, lambda: self.timeline.now)
         self.invariants.watch(self.media)
-        self.invariants.overtaken = self._overtaken
-        self.training, self.chaos = Training(self), Chaos(self)
+        self.invariants.grace_s = {tier: least_grace_s(rules, tier) for tier in storage}
+        self.invariants.overtaken, self.invariants.running = self._overtaken, self._running
+        self.judge = Judge(self.invariants, rules)
+        self.training, self.evaluating, self.chaos, self.calm = (
+            Training(self),
+            Evaluating(self),
+            Chaos(self),
+            Calm(self),
+        )
         self.processes: list[Process] = []
         self.by_loop: dict[SimLoop, Process] = {}
         self.kills = 0
@@ -85,10 +107,11 @@ class World:
     def _child(self) -> random.Random:
         return random.Random(self.rng.getrandbits(64))
 
-    def _place(self, kind: str) -> tuple[Medium, Weather]:
-        room = self.rng.choice((None, None, 40 << 20, 120 << 20))
+    def _place(self, kind: str, rooms: Sequence[int | None]) -> tuple[Medium, Weather]:
+        room = self.rng.choice(rooms)
         rate = self.rng.choice((0.0, 0.0, 0.01, 0.05, 0.15))
-        return Medium(kind, room_bytes=room), Weather(self._child(), rate)
+        pace = 1.0 if kind == "disk" else self.rng.choice((1.0, 1.0, 30.0, 300.0))
+        return Medium(kind, room_bytes=room), Weather(self._child(), rate, pace)
 
     def note(self, *what: object) -> None:
         """Enters something that happened into the trace."""
@@ -105,6 +128,7 @@ class World:
         )
         self.processes.append(process)
         self.by_loop[loop] = process
+        self.judge.watch(process)
         process.run(work)  # type: ignore[arg-type]
         self.note("start", pid, process.node)
         return process
@@ -112,6 +136,11 @@ class World:
     @property
     def alive(self) -> list[Process]:
         return [process for process in self.processes if not process.loop.dead]
+
+    @property
+    def writers(self) -> list[Process]:
+        """Those alive that may write the run."""
+        return [process for process in self.alive if not process.reads_only]
 
     def kill(self, process: Process) -> None:
         self.note("kill", process.pid)
@@ -135,33 +164,43 @@ class World:
         assert isinstance(loop, SimLoop)
         return self.by_loop[loop].describe(job, wall)
 
-    def _overtaken(self) -> bool:
+    def _running(self) -> Process | None:
         loop = asyncio._get_running_loop()
-        owner = self.by_loop[loop].writer.owner if isinstance(loop, SimLoop) else None
+        return self.by_loop[loop] if isinstance(loop, SimLoop) else None
+
+    def _overtaken(self) -> bool:
+        process = self._running()
+        owner = process.writer.owner if process is not None else None
         if owner is None or not owner.taken or owner.writership.lost:  # who knows of it does nothing any more
             return False
         return owner.writership.epoch < self.invariants.newest_epoch
 
     def _after_event(self, loop: SimLoop) -> None:
         process = self.by_loop[loop]
-        for saved in process.saves:
-            for tier in self.setup.kinds:
-                if tier not in saved.told and saved.handle.done(tier):
-                    saved.told.add(tier)
-                    self.note("acknowledged", saved.number, saved.handle.checkpoint, tier)
-                    self.invariants.acknowledged(saved, tier)
-                    self._check_speed(process, saved, tier)
-            if saved.handle.error is not None and not saved.failed:
-                saved.failed = True
-                self._check_failure(process, saved.handle.error)
+        for saved in [saved for saved in process.saves if not saved.settled]:
+            self._look_at(process, saved)
         self.invariants.check()
         if process.broken is not None:
             raise process.broken
         if loop.errors:
             raise Broken(f"nobody handled {loop.errors[0]}")
 
+    def _look_at(self, process: Process, saved: Saved) -> None:
+        """What its process is told of a save."""
+        if saved.handle.error is not None and not saved.failed:
+            saved.failed = True
+            self._check_failure(process, saved.handle.error)
+        for tier in self.setup.kinds:
+            if tier not in saved.told and saved.handle.done(tier):
+                saved.told.add(tier)
+                self.note("acknowledged", saved.number, saved.handle.checkpoint, tier)
+                self.invariants.acknowledged(saved, tier)
+                self._check_speed(process, saved, tier)
+        saved.settled = len(saved.told) == len(self.setup.kinds)
+
     def _check_failure(self, process: Process, error: BaseException) -> None:
-        others = (other for other in self.processes if other is not process and other.ended_at >= process.started)
+        writers = (other for other in self.processes if not other.reads_only and other is not process)
+        others = (other for other in writers if other.ended_at >= process.started)
         if isinstance(error, RunBusy) and not any(others):
             raise Broken(f"{process} is alone, and was told: {error}")
 
@@ -180,8 +219,8 @@ class World:
         with simulated(self):
             try:
                 self._go_wild()
-                self._calm_down()
-                self._check_end()
+                self.calm.fall()
+                self.calm.check()
             except Gap as found:
                 self.note("gap", str(found))
                 gap = True
@@ -197,6 +236,7 @@ class World:
             processes=len(self.processes),
             kills=self.kills,
             gap=gap,
+            told=self.judge.told + self.evaluating.seen,
             trace=self._trace.hexdigest(),
         )
 
@@ -204,101 +244,11 @@ class World:
         events_max = EVENTS_MIN + self.rng.randrange(EVENTS_MIN)
         while self.timeline.events < events_max:
             self.bury()
-            if not self.alive:
+            if not self.writers:
                 self.spawn(self.training.train)
             self.timeline.step()
             if self.rng.random() < 0.008:
                 self.chaos.happen()
-
-    def _calm_down(self) -> None:
-        """Nothing goes wrong any more; who lives comes to an end."""
-        self.note("calm")
-        calm_at = self.timeline.now
-        for medium, weather in self.places.values():
-            weather.clear_up()
-            medium.room_bytes = None
-        if self.rng.random() < 0.5:
-            for process in self.alive:
-                self.kill(process)
-        for process in self.alive:
-            self._wait_for(process)
-            self._check_ended(process)
-            self._check_closed(process, calm_at)
-        self.bury()
-
-    def _check_closed(self, process: Process, calm_at: float) -> None:
-        """Whoever closes in calm weather, and waits, leaves its newest checkpoint on the last tier."""
-        owner = process.writer.owner
-        if process.closing_at < calm_at or process.exit_s < EXIT_S or not owner.taken or owner.writership.lost:
-            return
-        newest = self.invariants.newest_first()[:1]
-        mine = {saved.attempt for saved in process.saves}
-        for attempt in newest:
-            last = self.media[-1]
-            if attempt in mine and self.invariants.good(attempt) and last not in self.invariants.committed()[attempt]:
-                raise Broken(f"{process} was closed, and {attempt.folder} is not on {last.name}")
-
-    def _wait_for(self, process: Process) -> None:
-        until = self.timeline.now + CALM_S
-        self.timeline.run_until(lambda: process.ended or self.timeline.now > until)
-        if not process.ended:
-            raise Broken(f"{process} has not ended within {CALM_S} s of calm weather")
-
-    def _check_ended(self, process: Process) -> None:
-        """A process that came to its end holds nothing any more, once what hung has ended, too."""
-        until = self.timeline.now + CALM_S
-        with contextlib.suppress(Stuck):
-            self.timeline.run_until(lambda: not process.held or self.timeline.now > until)
-        if process.held:
-            raise Broken(f"{process} has ended, and still holds {process.held}")
-
-    def _check_end(self) -> None:
-        """In calm weather the newest good checkpoint comes back, and saving goes on and reaches the last tier."""
-        self._check_newest(reads_only=True)
-        writer = self.spawn(self.training.train_one)
-        self._wait_for(writer)
-        if writer.failure is not None:
-            raise Broken(f"a save in calm weather failed: {writer.failure!r}") from writer.failure
-        self._check_ended(writer)
-        last = writer.saves[-1]
-        storage = [kind for kind in self.setup.kinds if kind != "host"]
-        if not last.told >= set(storage):
-            raise Broken(f"{last} got only to {sorted(last.told)} in calm weather")
-        self.bury()
-        restored = self._check_newest(reads_only=True)
-        if restored is None or restored.attempt != last.attempt:
-            raise Broken(f"{last} is the newest, but {restored and restored.attempt.folder} was restored")
-
-    def _check_newest(self, *, reads_only: bool) -> Restored | None:
-        """A restore that nothing disturbs brings the newest that is good somewhere, and names those passed over."""
-        newest = self.invariants.newest_first()
-        good = [attempt for attempt in newest if self.invariants.good(attempt)]
-        got: list[Restored | None] = []
-
-        async def look(process: Process) -> None:
-            await process.start()
-            try:
-                got.append(await process.restore())
-            finally:
-                await process.close(1.0)
-
-        process = self.spawn(look, reads_only=reads_only)
-        self._wait_for(process)
-        self._check_ended(process)
-        self.bury()
-        if not got:
-            if good or not newest:
-                raise Broken(f"{process} could not restore {good[:1]}: {process.failure!r}")
-            return None
-        [restored] = got
-        self.training.check_restored(process, restored, set(newest))
-        found = None if restored is None else restored.attempt
-        if found != (good[0] if good else None):
-            raise Broken(f"{process} restored {found} instead of {good[:1]}")
-        missed = [a.step for a in newest[: newest.index(found)]] if found is not None else []
-        if restored is not None and sorted(restored.skipped) != sorted(missed):
-            raise Broken(f"{process} passed over steps {missed}, and said {sorted(restored.skipped)}")
-        return restored
 
 
 @contextlib.contextmanager
@@ -310,6 +260,10 @@ def simulated(world: World) -> Iterator[None]:
         mock.patch.object(epochs, "describe_self", world.describe),
         mock.patch.object(commit, "describe_self", world.describe),
         mock.patch.object(epochs, "judge", judge),
+        mock.patch.object(notes, "user_name", lambda: "sim"),
+        mock.patch.object(notes, "socket", SimpleNamespace(gethostname=lambda: "node")),
+        mock.patch.object(notes, "os", SimpleNamespace(getpid=lambda: 1, path=os.path)),
+        mock.patch.object(notes, "time", SimpleNamespace(time=lambda: EPOCH_S + world.timeline.now)),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128))),
     ):
         yield

@@ -15,8 +15,8 @@ import stepwell
 from stepwell.errors import StepwellError
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
-from stepwell.policies.flush import FlushAll
-from stepwell.policies.retain import KeepLast
+from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.retain import Retain
 from stepwell.runtime import Runtime
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
@@ -90,18 +90,18 @@ def test_tiers_acknowledge_in_order_each_without_waiting_for_the_next(tmp_path: 
 
 
 def test_each_tier_keeps_its_last_ones(tmp_path: Path) -> None:
-    policies: list[Policy] = [FlushAll("pfs"), KeepLast("nvme", 2), KeepLast("pfs", 3)]
+    policies: list[Policy] = [FlushRule("pfs"), FlushNewest("pfs"), Retain("nvme", last=2), Retain("pfs", last=3)]
     with stepwell.open(run="run", tiers=[host(), nvme(tmp_path), pfs(tmp_path)], policies=policies) as store:
         for step in range(1, 7):
             store.save(step, state(step)).wait("pfs", timeout=20)
-        eventually(lambda: folders(tmp_path / "nvme") == [5, 6] and folders(tmp_path / "pfs") == [4, 5, 6])
-        assert steps(store, "nvme") == [5, 6] and steps(store, "pfs") == [4, 5, 6]
+        eventually(lambda: folders(tmp_path / "nvme") == [5, 6] and steps(store, "pfs") == [4, 5, 6])
+        assert steps(store, "nvme") == [5, 6]
         found = blank()
         assert store.restore(found, 4) is not None and is_step(found, 4)
 
 
 def test_nothing_is_deleted_above_while_the_pfs_is_stuck(tmp_path: Path) -> None:
-    policies: list[Policy] = [FlushAll("pfs"), KeepLast("nvme", 1)]
+    policies: list[Policy] = [FlushRule("pfs"), FlushNewest("pfs"), Retain("nvme", last=1)]
     far = pfs(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)])
     with stepwell.open(run="run", tiers=[host(16), nvme(tmp_path), far], policies=policies) as store:
         for step in range(1, 5):
@@ -131,7 +131,7 @@ def test_after_an_eviction_chunks_come_partly_from_memory_and_partly_from_disk(t
 
 
 def test_a_reader_meanwhile_sees_only_whole_checkpoints(tmp_path: Path) -> None:
-    policies: list[Policy] = [FlushAll("pfs"), KeepLast("nvme", 2), KeepLast("pfs", 2)]
+    policies: list[Policy] = [FlushRule("pfs"), FlushNewest("pfs"), Retain("nvme", last=2), Retain("pfs", last=2)]
     stop, seen, wrong = threading.Event(), list[int](), list[str]()
 
     def read() -> None:

@@ -1,0 +1,212 @@
+"""One flush, carried out: this rank's part of a checkpoint, from whichever tiers have it, to a tier and its commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from stepwell.chain import Chain, Keep, reserve
+from stepwell.deletion import Deleter
+from stepwell.errors import CheckpointGone, NotPlanned, RunBusy, StepwellError, TierError, TierFull
+from stepwell.flushing import Goal
+from stepwell.format.names import Attempt, rank_file
+from stepwell.format.records import Manifest, RankRecord, ShardRecord
+from stepwell.jobs import wait_for
+from stepwell.ownership import Ownership, group_of
+from stepwell.reader import read_record
+from stepwell.reading import Caller, Healing, Reading
+from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
+from stepwell.tiers.host import Priority
+
+#: between two looks whether a copy that is being deleted is gone, and whether the leader has taken the flush back
+BUSY_LOOK_S, CANCEL_LOOK_S = 0.05, 0.25
+
+
+class FlushWork:
+    """Carries out the flushes of one run. Lives on the event loop."""
+
+    def __init__(self, chain: Chain, owner: Ownership, deleter: Deleter, keep: Keep) -> None:
+        self._chain, self._owner, self._deleter, self._keep = chain, owner, deleter, keep
+        self._moving: dict[tuple[Attempt, str], Caller] = {}  # (checkpoint, tier) -> what the last try has begun
+
+    async def has(self, attempt: Attempt, tier: Tier, parts: Sequence[str] | None) -> bool:
+        """Whether these parts (None: all) are committed there."""
+        if not any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, [])):
+            return False
+        absent = set((await self._chain.catalog.manifest(attempt, tier)).absent)
+        return not (absent if parts is None else absent & set(parts))
+
+    async def once(self, tier: Tier, goal: Goal) -> Manifest | None:
+        """One try. What it has written stays for the next, unless the tier is full. None if it was there already.
+
+        Raises NotPlanned if the job's leader has taken the flush back meanwhile.
+        """
+        job = self._owner.job
+        if job.world == 1:
+            return await self._once(tier, goal)
+        work = asyncio.ensure_future(self._once(tier, goal))
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=CANCEL_LOOK_S)
+                if not work.done() and job.store.poll(self._taken_back(goal.attempt, tier)) is not None:
+                    work.cancel()
+                    await asyncio.wait([work])
+                    await self.forget(goal.attempt, tier)
+                    raise NotPlanned("rank 0 has taken the flush back", step=goal.attempt.step, tier=tier.info.name)
+            return work.result()
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+
+    def take_back(self, attempt: Attempt, tier: Tier) -> None:
+        """Tells the other ranks that a flush is not done after all, and frees what tries of it have left."""
+        job = self._owner.job
+        if job.world > 1:
+            job.store.put(self._taken_back(attempt, tier), b"1")
+        self._keep(self.forget(attempt, tier))
+
+    def _taken_back(self, attempt: Attempt, tier: Tier) -> str:
+        return f"{group_of(self._chain, self._owner.job)}/{attempt.folder}/{tier.info.name}/taken-back"
+
+    async def forget(self, attempt: Attempt, tier: Tier) -> None:
+        """Frees what this rank's tries of a flush have left on a tier that does not get the checkpoint."""
+        chain, rank = self._chain, self._owner.job.rank
+        if any(h.tier is tier for h in chain.catalog.holdings.get(attempt, [])):
+            return
+        record, _ = await read_record(chain.catalog, attempt, rank, Healing())
+        key = CheckpointKey(chain.run, attempt.folder)
+        shards = [ShardKey(key, shard.file) for shard in record.shards]
+        await chain.mover.settled(shards)
+        await self._owner.writership.require(tier, attempt.step)
+        await tier.drop([RecordKey(chain.run, f"{attempt.folder}/{rank_file(rank)}"), *shards])
+        if self._owner.job.world == 1:
+            await tier.drop([key])
+
+    async def _once(self, tier: Tier, goal: Goal) -> Manifest | None:
+        chain, attempt = self._chain, goal.attempt
+        while (attempt.folder, tier.info.name) in self._deleter.busy:  # what is left of an earlier try is being removed
+            await chain.clock.sleep(BUSY_LOOK_S)
+        await self._deleter.spare(attempt, tier)  # of a lost run the next writer's files would be in our hands
+        healing = Healing()
+        record, data = await read_record(chain.catalog, attempt, self._owner.job.rank, healing)
+        wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)
+        if any(h.tier is tier for h in chain.catalog.holdings.get(attempt, [])):
+            there = set(record.parts) - set((await chain.catalog.manifest(attempt, tier)).absent)
+            if wanted <= there:
+                return None
+            wanted |= there
+            await self._make_way(
+                attempt, tier, [s for s in record.shards if any(s.file in record.parts[p] for p in there)]
+            )
+        files = {file for part in wanted for file in record.parts[part]}
+        key = CheckpointKey(chain.run, attempt.folder)
+        shards = [shard for shard in record.shards if shard.file in files]
+        sizes = [(ShardKey(key, shard.file), shard.size) for shard in shards]
+        own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(self._owner.job.rank)}")
+        copy = (attempt, tier.info.name)
+        if copy in self._moving:
+            await self._moving[copy].settled()  # chunks of a try that was broken off
+        caller = self._moving[copy] = Caller()
+        whole = await self._is_whole(tier, own, data, [key for key, _ in sizes], attempt.step)
+        reserved = [] if whole else await self._reserve(tier, sizes)
+        sources = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
+        if chain.first not in sources and tier is not chain.first:
+            sources.append(chain.first)  # it has the checkpoint before host memory may lose it
+        try:
+            goal.begin(sum(reservation.size_bytes for reservation in reserved))
+            for shard, reservation in zip([] if whole else shards, reserved, strict=True):
+                reading = Reading(
+                    reservation.shard, sources, shard.crcs(), healing, Priority.FLUSH,
+                    target=tier.info.name, write_limit=tier.info.write_bytes_per_s, caller=caller,
+                )  # fmt: skip
+                await chain.mover.copy(reading, tier, shard.size, resumed=reservation.resumed, on_there=goal.there)
+            await self._copy_sidecars(tier, sources, attempt, record)
+            await self._owner.write_run_record(tier)
+            rest = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in files]
+            if rest:  # left by an earlier try of all: beside the record a later writer would take them for whole
+                await self._owner.writership.require(tier, attempt.step)
+                await tier.drop(rest)
+            goal.copied.set()
+            absent = sorted(set(record.parts) - wanted)
+            manifest = await self._owner.committer.publish(tier, attempt, data, reserved, absent=absent)
+        except BaseException as error:
+            self._keep(self._let_go(tier, attempt, reserved, keep_bytes=_may_go_on(error)))
+            raise
+        del self._moving[copy]
+        chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
+        return manifest
+
+    async def _reserve(self, tier: Tier, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
+        try:
+            return await reserve(tier, sizes, resume=True)
+        except TierFull:
+            self._deleter.hurry(tier)  # the next try finds what that has freed
+            raise
+
+    async def _make_way(self, attempt: Attempt, tier: Tier, shards: Sequence[ShardRecord]) -> None:
+        """Removes a partial copy, so that more parts can come: a manifest is never replaced.
+
+        shards: those of this rank that it has. Raises CorruptData, before anything is removed, if they are not good
+        elsewhere; with several ranks each looks at its own, and the lowest removes.
+        """
+        catalog, job = self._chain.catalog, self._owner.job
+        others = [await catalog.manifest(attempt, h.tier) for h in catalog.holdings[attempt] if h.tier is not tier]
+        if not any(not manifest.absent and job.rank in manifest.covers for manifest in others):
+            raise StepwellError(
+                "only some parts of the checkpoint are there, and no other tier has all of them",
+                todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
+            )  # fmt: skip
+        sources = [h.tier for h in catalog.holdings[attempt] if h.tier is not tier]
+        for shard in shards:
+            key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
+            await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
+        covered = self._owner.committer.covered(tier)
+        prefix, patience_s = f"{self._taken_back(attempt, tier)}/way", self._chain.settings.rank_timeout_seconds
+        if job.rank == covered[0]:
+            for rank in covered[1:]:
+                await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
+            await self._owner.writership.require(tier, attempt.step)
+            catalog.remove(attempt, tier)
+            await tier.drop([CheckpointKey(self._chain.run, attempt.folder)])
+            job.store.put(f"{prefix}/made", b"1")
+        else:
+            job.store.put(f"{prefix}/{job.rank}", b"1")
+            what = f"the removal of the partial copy of step {attempt.step} by rank {covered[0]}"
+            await wait_for(job.store, f"{prefix}/made", patience_s, what)
+            catalog.remove(attempt, tier)
+
+    async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey], step: int) -> bool:
+        """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
+        because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
+        if await tier.fetch(own) != data:
+            return False
+        try:
+            await (await tier.lease(shards)).close()
+        except CheckpointGone:  # a deletion that did not get to its end left the record
+            await self._owner.writership.require(tier, step)
+            await tier.drop([own])
+            return False
+        return True
+
+    async def _copy_sidecars(self, tier: Tier, sources: Sequence[Tier], attempt: Attempt, record: RankRecord) -> None:
+        for file in record.draft.files:
+            place = RecordKey(self._chain.run, f"{attempt.folder}/{file}")
+            for source in sources:
+                if (data := await source.fetch(place)) is not None:
+                    await tier.commit(place, data)
+                    break
+
+    async def _let_go(self, tier: Tier, attempt: Attempt, reserved: Sequence[Reservation], keep_bytes: bool) -> None:
+        await self._chain.mover.settled([reservation.shard for reservation in reserved])
+        if keep_bytes:
+            return
+        with contextlib.suppress(RunBusy):  # they are in the next writer's hands, which may have committed them
+            await self._owner.writership.require(tier, attempt.step)
+            for reservation in reserved:
+                await tier.abort(reservation)
+
+
+def _may_go_on(error: BaseException) -> bool:
+    """Whether the next try should find the bytes of this one."""
+    return isinstance(error, TierError | asyncio.CancelledError) and not isinstance(error, TierFull)

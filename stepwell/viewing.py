@@ -1,0 +1,113 @@
+"""What is where, as policies see it: a read-only view, made of the catalog, the books and the queues."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from stepwell.catalog import Catalog
+from stepwell.clock import Clock
+from stepwell.errors import StepwellError
+from stepwell.flushing import Flusher
+from stepwell.format.names import Attempt
+from stepwell.policies.base import CheckpointView, TierView, View
+from stepwell.tiers.base import Tier
+from stepwell.timeline import abandoned
+
+log = logging.getLogger("stepwell")
+
+#: how long a decision waits for the newest notes; what was read before then counts
+NOTES_S = 0.25
+
+
+class Views:
+    """Makes views of one run. Lives on the event loop."""
+
+    def __init__(
+        self, catalog: Catalog, tiers: Sequence[Tier], clock: Clock, flushers: Mapping[str, Flusher] | None = None
+    ) -> None:
+        self._catalog, self._tiers, self._clock, self._flushers = catalog, tiers, clock, flushers or {}
+        self._reading: asyncio.Task[None] | None = None  # of notes
+        self.leaving: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that will be deleted
+        self.saving: Callable[[], bool] = lambda: False  # whether a save is on its way to the first tier
+
+    async def look(self) -> View:
+        """The view, after reading what is new: manifests and notes."""
+        catalog = self._catalog
+        unknown = [
+            (attempt, holding.tier)
+            for attempt, held in catalog.holdings.items()
+            for holding in held
+            if catalog.known_manifest(attempt, holding.tier) is None
+        ]
+        # all at once: a tier that does not answer costs the time of one call, not of one for each checkpoint
+        asked = (catalog.manifest(attempt, tier) for attempt, tier in unknown)
+        for answer in await asyncio.gather(self._read_notes(), *asked, return_exceptions=True):
+            if isinstance(answer, StepwellError):
+                log.warning("%s", answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+        return self.now()
+
+    async def _read_notes(self) -> None:
+        if self._reading is not None and not self._reading.done():
+            return  # a tier that hangs holds up one decision for a moment, and no more of them
+        self._reading = asyncio.ensure_future(self._catalog.notes.refresh())
+        self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([self._reading], timeout=NOTES_S)
+
+    def now(self) -> View:
+        """The view of all whose manifests have been read. No pause: nothing in it can be out of date."""
+        checkpoints = tuple(self._checkpoint(attempt) for attempt in sorted(self._catalog.holdings))
+        goals = [(name, goal) for name, flusher in self._flushers.items() for goal in flusher.goals]
+        promised: dict[tuple[str, str], frozenset[str] | None] = {}
+        for name, goal in goals:
+            copy = (goal.attempt.folder, name)
+            before = promised.get(copy, frozenset())
+            promised[copy] = None if goal.parts is None or before is None else before | frozenset(goal.parts)
+        return View(
+            now=self._clock.monotonic(),
+            wall=self._clock.wall(),
+            tiers=tuple(self._tier(tier) for tier in self._tiers),
+            checkpoints=checkpoints,
+            promised=promised,
+            running=frozenset((goal.attempt.folder, name) for name, goal in goals if goal.running),
+        )
+
+    def _checkpoint(self, attempt: Attempt) -> CheckpointView:
+        catalog, notes = self._catalog, self._catalog.notes
+        held = [(h.tier.info.name, catalog.known_manifest(attempt, h.tier)) for h in catalog.holdings[attempt]]
+        staying = [(name, manifest) for name, manifest in held if (attempt.folder, name) not in self.leaving]
+        known = {name: manifest for name, manifest in staying if manifest is not None}
+        last = next(reversed(known.values()), None)
+        saved = {name: value for name, value in last.metrics.items() if isinstance(value, float)} if last else {}
+        return CheckpointView(
+            attempt.folder,
+            attempt.step,
+            max((manifest.size for manifest in known.values()), default=0),
+            frozenset(name for name, manifest in known.items() if manifest.complete),
+            frozenset(name for name, manifest in known.items() if not manifest.complete),
+            parts=frozenset(part for manifest in known.values() for part in (*manifest.parts, *manifest.absent)),
+            parts_on={name: frozenset(manifest.parts) for name, manifest in known.items()},
+            abandoned=abandoned(attempt, catalog.rewinds),
+            kept=notes.kept(attempt),
+            tags=notes.tags(attempt, last.tags if last is not None else ()),
+            metrics={k: v for k, v in notes.metrics(attempt, saved).items() if math.isfinite(v)},
+            made=last.made if last is not None else 0.0,
+        )
+
+    def _tier(self, tier: Tier) -> TierView:
+        info, usage = tier.info, tier.usage()
+        return TierView(
+            info.name, info.scope, info.survives, info.capacity_bytes, usage.physical_bytes, usage.free_bytes,
+            healthy=info.name not in self._flushers or not self._flushers[info.name].failing,
+            idle=self.idle(info.name),
+        )  # fmt: skip
+
+    def idle(self, tier: str) -> bool:
+        """Whether nothing is on its way to a tier, and no save is under way."""
+        flusher = self._flushers.get(tier)
+        return not self.saving() and (flusher is None or not flusher.goals)
+

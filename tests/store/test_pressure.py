@@ -1,0 +1,118 @@
+"""`on_pressure`: what a save does when those before it are not down yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import stepwell
+from stepwell.policies.base import Policy
+from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
+from stepwell.policies.retain import Retain
+from stepwell.settings import Settings
+from stepwell.store import CheckpointStore
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.wrap import Fault, Faulty
+from tests.store.helpers import ALWAYS, disk, eventually, host, release, state, steps
+
+SIZE = 500_000  # numbers of a state: 4 MB
+ROOM = 10 << 20  # of the near tier: two checkpoints
+
+
+def opened(path: Path, far: Faulty, pressure: str, last: int = 1, block_s: float = 20.0) -> CheckpointStore:
+    (path / "near").mkdir(exist_ok=True)
+    near = FileTier(path / "near", name="near", capacity_bytes=ROOM)
+    policies: list[Policy] = [FlushRule("far"), FlushNewest("far"), DropBacklog(), Retain("near", last=last)]
+    settings = Settings(on_pressure=pressure, block_timeout=block_s)
+    return CheckpointStore("run", [near, far], "w", settings, policies)
+
+
+def events(store: CheckpointStore, what: str) -> list[int]:
+    return [entry.step for entry in store._writer.events.entries if entry.what == what]
+
+
+def test_block_waits_until_a_flush_has_made_room(tmp_path: Path) -> None:
+    far = disk(tmp_path, [Fault("write", 1, "stall")], name="far")
+    with opened(tmp_path, far, "block") as store:
+        store.save(1, state(1, SIZE)).wait("near")
+        store.save(2, state(2, SIZE)).wait("near")
+        eventually(lambda: bool(far.hit))
+        release_later(far)
+        store.save(3, state(3, SIZE)).wait("far")  # blocks until step 1 is down and can go
+        assert store.status().saves_skipped == 0 and steps(store, "far") == [1, 2, 3]
+
+
+def release_later(far: Faulty) -> None:
+    import threading
+
+    threading.Timer(0.3, release, [far]).start()
+
+
+def test_block_gives_up_in_the_end_and_says_why(tmp_path: Path) -> None:
+    far = disk(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)], name="far")
+    with opened(tmp_path, far, "block", block_s=0.5) as store:
+        store.save(1, state(1, SIZE)).wait("near")
+        store.save(2, state(2, SIZE)).wait("near")
+        with pytest.raises(stepwell.SaveFailed):
+            store.save(3, state(3, SIZE)).wait("near")
+        assert steps(store, "near") == [1, 2]
+        release(far)
+        eventually(lambda: steps(store, "far") == [1, 2])
+        store.save(4, state(4, SIZE)).wait("far")
+
+
+def test_skip_gives_the_save_up_at_once(tmp_path: Path) -> None:
+    far = disk(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)], name="far")
+    with opened(tmp_path, far, "skip") as store:
+        store.save(1, state(1, SIZE)).wait("near")
+        store.save(2, state(2, SIZE)).wait("near")
+        skipped = store.save(3, state(3, SIZE))
+        with pytest.raises(stepwell.SaveFailed, match="on_pressure") as caught:
+            skipped.wait("near")
+        assert isinstance(caught.value.__cause__, stepwell.SaveSkipped)
+        status = store.status()
+        assert (status.saves_skipped, status.saves_failed) == (1, 0) and events(store, "skipped") == [3]
+        release(far)
+        eventually(lambda: steps(store, "far") == [1, 2])
+        store.save(4, state(4, SIZE)).wait("far")
+
+
+def test_newest_wins_lets_the_oldest_go_that_waits(tmp_path: Path) -> None:
+    far = disk(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)], name="far")
+    with opened(tmp_path, far, "newest-wins", last=1) as store:
+        saves = [store.save(step, state(step, SIZE)) for step in (1, 2)]
+        for save in saves:
+            save.wait("near")
+        eventually(lambda: bool(far.hit))
+        release_later(far)
+        store.save(3, state(3, SIZE)).wait("far")
+    assert 3 in [
+        c.step for c in stepwell.open(run="run", tiers=[FileTier(tmp_path / "far", name="far")], mode="r").checkpoints()
+    ]
+
+
+def test_without_anything_to_wait_for_a_full_tier_is_an_error_at_once(tmp_path: Path) -> None:
+    for pressure in ("block", "skip", "newest-wins"):
+        (tmp_path / pressure).mkdir()
+        store = opened(tmp_path / pressure, disk(tmp_path / pressure, name="far"), pressure, last=5)
+        for step in (1, 2):
+            store.save(step, state(step, SIZE)).wait("far")
+        with pytest.raises(stepwell.SaveFailed) as caught:
+            store.save(3, state(3, SIZE)).wait("near")
+        assert isinstance(caught.value.__cause__, stepwell.TierFull)
+        assert store.status().saves_skipped == 0
+        with pytest.raises(stepwell.SaveFailed):
+            store.close()
+
+
+def test_skip_when_host_memory_and_disk_are_behind(tmp_path: Path) -> None:
+    slow = disk(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)])
+    with CheckpointStore("run", [host(24), slow], "w", Settings(on_pressure="skip")) as store:
+        first = store.save(1, state(1, 2 * SIZE))
+        with pytest.raises(stepwell.SaveFailed, match="on_pressure"):
+            store.save(2, state(2, 4 * SIZE)).wait("disk")
+        release(slow)
+        first.wait("disk")
+        store.save(3, state(3, 2 * SIZE)).wait("disk")
+        assert steps(store, "disk") == [1, 3]
