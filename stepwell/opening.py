@@ -15,7 +15,7 @@ from stepwell.forking import Resume, begin
 from stepwell.format.names import check_run_name
 from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks
 from stepwell.policies.base import Policy
-from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
+from stepwell.policies.flush import FlushNewest, FlushRule
 from stepwell.schema import Capacity, TierConfig
 from stepwell.settings import Settings, TierOptions
 from stepwell.store import CheckpointStore
@@ -83,8 +83,6 @@ def open(
         storage = [tier.info.name for tier in tiers if not isinstance(tier, HostTier)]
         policies = [rule(name) for name in storage[1:] for rule in (FlushRule, FlushNewest)] if mode == "w" else []
     chosen = Settings(open_number=count_open(run)).override({**settings, **overrides})
-    if mode == "w" and chosen.on_pressure == "newest-wins":
-        policies = [DropBacklog(), *policies]
     store = CheckpointStore(run, tiers, mode, chosen, policies, options=options)
     try:
         begin(store, resume, fork_from)

@@ -12,6 +12,7 @@ from stepwell.clock import Clock
 from stepwell.errors import StepwellError
 from stepwell.flushing import Flusher
 from stepwell.format.names import Attempt
+from stepwell.format.records import Manifest, Rewind
 from stepwell.policies.base import CheckpointView, TierView, View
 from stepwell.tiers.base import Tier
 from stepwell.timeline import abandoned
@@ -22,6 +23,10 @@ log = logging.getLogger("stepwell")
 NOTES_S = 0.25
 
 
+#: what a checkpoint's view follows from: manifests by tier, the notes' version, the run's rewinds
+_Facts = tuple[dict[str, Manifest], int, list[Rewind]]
+
+
 class Views:
     """Makes views of one run. Lives on the event loop."""
 
@@ -30,6 +35,7 @@ class Views:
     ) -> None:
         self._catalog, self._tiers, self._clock, self._flushers = catalog, tiers, clock, flushers or {}
         self._reading: asyncio.Task[None] | None = None  # of notes
+        self._made: dict[Attempt, tuple[_Facts, CheckpointView]] = {}
         self.leaving: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that will be deleted
         self.saving: Callable[[], bool] = lambda: False  # whether a save is on its way to the first tier
 
@@ -61,6 +67,8 @@ class Views:
     def now(self) -> View:
         """The view of all whose manifests have been read. No pause: nothing in it can be out of date."""
         checkpoints = tuple(self._checkpoint(attempt) for attempt in sorted(self._catalog.holdings))
+        if len(self._made) > len(checkpoints):
+            self._made = {attempt: made for attempt, made in self._made.items() if attempt in self._catalog.holdings}
         goals = [(name, goal) for name, flusher in self._flushers.items() for goal in flusher.goals]
         promised: dict[tuple[str, str], frozenset[str] | None] = {}
         for name, goal in goals:
@@ -77,10 +85,21 @@ class Views:
         )
 
     def _checkpoint(self, attempt: Attempt) -> CheckpointView:
+        """Made anew only if something about it has changed: a run may have thousands."""
+        catalog, known = self._catalog, {}
+        for holding in catalog.holdings[attempt]:
+            name = holding.tier.info.name
+            manifest = catalog.known_manifest(attempt, holding.tier)
+            if manifest is not None and not (self.leaving and (attempt.folder, name) in self.leaving):
+                known[name] = manifest
+        facts = (known, catalog.notes.version, catalog.rewinds)
+        made = self._made.get(attempt)
+        if made is None or not _same(made[0], facts):
+            self._made[attempt] = made = facts, self._describe(attempt, known)
+        return made[1]
+
+    def _describe(self, attempt: Attempt, known: dict[str, Manifest]) -> CheckpointView:
         catalog, notes = self._catalog, self._catalog.notes
-        held = [(h.tier.info.name, catalog.known_manifest(attempt, h.tier)) for h in catalog.holdings[attempt]]
-        staying = [(name, manifest) for name, manifest in held if (attempt.folder, name) not in self.leaving]
-        known = {name: manifest for name, manifest in staying if manifest is not None}
         last = next(reversed(known.values()), None)
         saved = {name: value for name, value in last.metrics.items() if isinstance(value, float)} if last else {}
         return CheckpointView(
@@ -111,3 +130,12 @@ class Views:
         flusher = self._flushers.get(tier)
         return not self.saving() and (flusher is None or not flusher.goals)
 
+
+def _same(old: _Facts, new: _Facts) -> bool:
+    """Manifests are never changed, only replaced."""
+    return (
+        old[1] == new[1]
+        and old[2] == new[2]
+        and len(old[0]) == len(new[0])
+        and all(old[0].get(name) is manifest for name, manifest in new[0].items())
+    )

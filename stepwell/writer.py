@@ -68,7 +68,7 @@ class RunWriter:
         self.events.outlook = self.steering.outlook
         self.saver.make_room, self.saver.may_free = self._make_room, self._may_free
         for flusher in self.flushers.values():
-            flusher.on_done = lambda goal: self._keep(self.steering.look_for_idle())
+            flusher.on_done = self._goal_done
             flusher.on_failed = partial(self._tried, flusher)
         self.steering.cancelled = self._taken_back
         self.work = FlushWork(chain, self.owner, self.deleter, self._keep)
@@ -248,6 +248,10 @@ class RunWriter:
 
     def _tried(self, flusher: Flusher, goal: Goal, error: StepwellError) -> None:
         self.events.add("failed", goal.attempt, flusher.tier.info.name, str(error))
+
+    def _goal_done(self, goal: Goal) -> None:
+        if goal.done.exception() is None:  # else what waits for idle tiers would ask for it again at once, for ever
+            self._keep(self.steering.look_for_idle())
 
     def _taken_back(self, attempt: Attempt, tier: str) -> None:
         self.work.take_back(attempt, self._chain.named(tier))

@@ -19,7 +19,8 @@ ATTEMPT = Attempt(100, 7, 31)
 
 def test_it_is_bounded_and_tells_whoever_listens() -> None:
     async def main() -> None:
-        log, heard = EventLog(LoopClock()), []
+        log = EventLog(LoopClock())
+        heard: list[Entry] = []
         log.listeners.append(heard.append)
         for step in range(ENTRIES_MAX + 5):
             log.add("failed", step, reason="disk full")

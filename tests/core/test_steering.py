@@ -206,8 +206,10 @@ def test_moves_of_one_answer_are_judged_one_after_the_other() -> None:
 
     async def scenario(bench: Bench) -> None:
         first = await bench.have(1, bench.nvme, bench.pfs)
-        await bench.have(2, bench.nvme, bench.pfs)
-        bench.add_mirror().want(first)
+        mirror, second_one = bench.add_mirror(), await bench.have(2, bench.nvme, bench.pfs)
+        for attempt in (second_one, first):  # the first has to wait until the second is there
+            mirror.want(attempt)
+            await turns()
         await bench.steering.on(Opened())
         await bench.done()
         assert bench.on(first) == {"pfs"}  # one of them must stay for the mirror
@@ -220,8 +222,10 @@ def test_decisions_at_the_same_time_do_not_delete_twice_what_each_allows_once() 
 
     async def scenario(bench: Bench) -> None:
         first = await bench.have(1, bench.nvme, bench.pfs)
-        await bench.have(2, bench.nvme, bench.pfs)
-        bench.add_mirror().want(first)
+        mirror, second_one = bench.add_mirror(), await bench.have(2, bench.nvme, bench.pfs)
+        for attempt in (second_one, first):  # the first has to wait until the second is there
+            mirror.want(attempt)
+            await turns()
         bench.catalog._manifests.clear()  # so that views take a while
         other = bench.steer([second])
         await asyncio.gather(bench.steering.on(Opened()), other.on(Opened()))

@@ -27,7 +27,7 @@ class Chaos:
             (3.0, self._evaluate),
             (2.0, self._kill_one),
             (0.7, self._lose_node),
-            (1.0, self._pause_one),
+            (2.5, self._pause_one),
             (1.0, self._stick),
             (0.7, self._slow),
             (0.7, self._flip),

@@ -35,6 +35,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+
 def check(code: str, root: Path) -> None:
     """Two ranks do that; none may fail."""
     for place in ("near", "far"):

@@ -15,8 +15,8 @@ import pytest
 
 import stepwell
 from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, StepwellError, TierUnavailable
-from stepwell.format.names import NOTES
 from stepwell.policies.evict import LRU
+from stepwell.tiers.base import NOTES
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.pfs import PfsTier
@@ -230,8 +230,8 @@ def test_watch_ends_when_the_store_is_closed_and_when_the_time_is_over(tmp_path:
 
 
 def test_watch_says_that_it_cannot_see(tmp_path: Path) -> None:
-    reader = stepwell.open(tmp_path / "root" / "run", mode="r") if (tmp_path / "root").mkdir() is None else None
-    assert reader is not None
+    (tmp_path / "root").mkdir()
+    reader = stepwell.open(tmp_path / "root" / "run", mode="r")
     (tmp_path / "root").rmdir()
     with pytest.raises(StepwellError, match="nothing can be seen"):
         list(reader.watch(poll="5ms", timeout="10ms"))
