@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import stepwell
-from stepwell.deleting import Doomed, plan_deletion
+from stepwell.deleting import Doomed, Which, plan_deletion
 from stepwell.errors import TierError
 from stepwell.tiers.file import FileTier
 from stepwell.verifying import verify
@@ -120,9 +120,9 @@ def test_an_interrupted_rm_says_how_far_it_came(
     cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     def interrupted(
-        refs: list[str], *, force: bool, before: Callable[[list[Doomed]], None], on_deleted: object
+        refs: list[str], *, force: bool, which: Which, before: Callable[[list[Doomed]], None], on_deleted: object
     ) -> None:
-        before(plan_deletion(refs))
+        before(plan_deletion(refs, which))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("stepwell.cli._change.delete", interrupted)
