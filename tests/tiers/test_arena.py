@@ -60,8 +60,7 @@ async def turns(count: int = 4) -> None:
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Everything that can be done to an arena, in any order. The model knows who holds what, and of each chunk
-    whether it is whole and clean."""
+    """Everything that can be done to an arena, in any order. The model knows who holds what, and what is clean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.waiting.append((priority, self.asked, task))
         self.asked += 1
         self.turn()
-        # for one that is to stay, one in use may leave the cache: its slot stays with its users, and only passes then
+        # for one that stays, one in use may leave the cache: its slot stays with its users
         assert kept or before <= set(self.placed), "a chunk in use was evicted"
 
     @rule(shard=st.sampled_from(SHARDS), number=st.integers(0, 9), clean=st.booleans())
