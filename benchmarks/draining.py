@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
 from stepwell.policies.flush import FlushRule
 from stepwell.policies.retain import Retain
+from stepwell.settings import Settings, TierOptions
+from stepwell.store import CheckpointStore
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
@@ -54,8 +57,9 @@ def opened(nvme: Path, pfs: Path | None, size: int, rate: float) -> Iterator[ste
         pfs.mkdir()
         tiers.append(PfsTier(pfs, write_bytes_per_s=rate, delete_pause_s=0))
         policies += [FlushRule("pfs", newest_wins=True), Retain("pfs", last=1)]
+    options = {"pfs": TierOptions(delete_grace_s=0)}  # a stand-in on a tmpfs must not fill the memory
     try:
-        with stepwell.open(run="run", tiers=tiers, policies=policies) as store:
+        with CheckpointStore("run", tiers, "w", Settings(), policies, options=options) as store:
             yield store
     finally:
         for folder in filter(None, (nvme, pfs)):
@@ -112,7 +116,8 @@ def one_round(args: argparse.Namespace, home: Path, setting: fio.Setting, state:
     with tempfile.TemporaryDirectory(prefix="draining-", dir=args.tmpfs) as memory:
         without = [run(None)]
         behind = {}
-        for name, pfs in (("tmpfs", Path(memory) / "pfs"), ("disk", home / "pfs")):
+        for name, folder in (("tmpfs", Path(memory)), ("disk", home)):
+            pfs = folder / f"pfs-{uuid.uuid4().hex[:8]}"  # one that was seen full and is empty looks unmounted
             behind[name] = run(pfs)
             without.append(run(None))
     ratios = {
