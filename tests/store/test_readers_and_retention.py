@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.store.trials import run_trial
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_reader_sees_a_whole_checkpoint_or_hears_that_it_is_gone(tmp_path: Path) -> None:
     """From a tier that frees deleted files at once, from one that waits a moment, and from both."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.campaign.readers", "--rounds", "40", "--seed", "11", "--dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout)
+    result = run_trial("readers", tmp_path, "--rounds", "40", "--seed", "11")
     outcomes = result["outcomes"]
     assert result["wrong"] == 0 and sum(outcomes.values()) == 40
     assert outcomes["restored"] and outcomes["loaded"]
