@@ -221,7 +221,10 @@ class Looking:
 
         async def marked() -> Checkpoint:
             await self.catalog.refresh()
-            return await mark(self.catalog, self._attempt(wanted), metrics=metrics, tags=tags, keep=keep)
+            attempt = self._attempt(wanted)
+            checkpoint = await mark(self.catalog, attempt, metrics=metrics, tags=tags, keep=keep)
+            await self._writer.noted(attempt)
+            return checkpoint
 
         return self._wait(marked())
 

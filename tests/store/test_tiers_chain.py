@@ -16,7 +16,7 @@ from stepwell.errors import StepwellError
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import LRU
 from stepwell.policies.flush import FlushNewest, FlushRule
-from stepwell.policies.retain import Retain
+from stepwell.policies.retain import Best, Retain
 from stepwell.runtime import Runtime
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
@@ -98,6 +98,20 @@ def test_each_tier_keeps_its_last_ones(tmp_path: Path) -> None:
         assert steps(store, "nvme") == [5, 6]
         found = blank()
         assert store.restore(found, 4) is not None and is_step(found, 4)
+
+
+def test_what_a_store_notes_is_decided_on_at_once(tmp_path: Path) -> None:
+    """No save needs to come before a metric, or the end of a keep, lets a checkpoint go."""
+    policies: list[Policy] = [Retain("nvme", best=[Best("acc", "max", 1)])]
+    with stepwell.open(run="run", tiers=[host(), nvme(tmp_path)], policies=policies) as store:
+        for step in range(1, 5):
+            store.save(step, state(step)).wait("nvme", timeout=20)
+        store.keep(2)
+        for step in range(1, 5):
+            store.annotate(step, metrics={"acc": 1.0 / step})
+        eventually(lambda: folders(tmp_path / "nvme") == [1, 2, 4])  # the best, the kept, the newest
+        store.keep(2, keep=False)
+        eventually(lambda: folders(tmp_path / "nvme") == [1, 4])
 
 
 def test_nothing_is_deleted_above_while_the_pfs_is_stuck(tmp_path: Path) -> None:
