@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tests.sim.loop import Stuck
@@ -202,7 +204,7 @@ class Calm:
     def _check_retained(self, process: Process) -> None:
         """What is on a tier is what its rules want; nothing else is left, but what must not go."""
         invariants, judge = self._world.invariants, self._world.judge
-        facts = judge.facts(process)
+        facts = self._as_read(process, judge.facts(process))
         line = [fact for fact in facts if fact.counts]
         for tier, rules in self._world.setup.rules.items():
             if rules.retain is None:
@@ -215,3 +217,13 @@ class Calm:
                 unsure = fact.attempt.folder in invariants.garbled or not process.knows(fact.attempt, tier)
                 if tier in fact.there and not spared and not unsure:
                     raise Broken(f"{fact.attempt.folder} is still on {tier}, and nothing of {rules.retain} wants it")
+
+    def _as_read(self, process: Process, facts: Sequence[Fact]) -> list[Fact]:
+        """Without the copies whose manifests were garbled before the process read them. It must not count on these:
+        what their place in a window, or among the best, would let go stays."""
+        garbled = self._world.invariants.garbled_manifests()
+
+        def read(fact: Fact, tier: str) -> bool:
+            return (tier, fact.attempt.folder) not in garbled or process.has_read(fact.attempt, tier)
+
+        return [replace(f, there={tier: f.there[tier] for tier in f.there if read(f, tier)}) for f in facts]

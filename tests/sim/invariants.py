@@ -205,6 +205,15 @@ class Invariants:
         names = (self._manifest(folder), RecordKey(self.run, f"{folder}/{rank_file(0)}"))
         return all(name in medium.records and not medium.records[name].flipped for name in names)
 
+    def garbled_manifests(self) -> set[tuple[str, str]]:
+        """(tier, checkpoint) of copies whose manifest was garbled."""
+        return {
+            (medium.name, record.name.rpartition("/")[0])
+            for medium in self.media
+            for record, content in medium.records.items()
+            if content.flipped and record.name.endswith(f"/{MANIFEST}")
+        }
+
     def bad_in(self, folder: str, medium: Medium) -> list[tuple[str, int, bool]]:
         """(file, block, whether it was garbled) of all that is committed on the medium and wrong there."""
         saved = self.model.find(folder)

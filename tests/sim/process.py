@@ -191,6 +191,10 @@ class Process:
         """Whether its catalog has a copy there."""
         return any(holding.tier.info.name == tier for holding in self.catalog.holdings.get(attempt, []))
 
+    def has_read(self, attempt: Attempt, tier: str) -> bool:
+        """Whether its catalog has the manifest of the copy there."""
+        return self.catalog.known_manifest(attempt, self.chain.named(tier)) is not None
+
     @property
     def wall(self) -> float:
         """What its clock shows."""
