@@ -8,7 +8,8 @@
   one that survives at least as much; an abandoned one not before one that counts is there.
 - Nothing goes to a tier that has it already, and nothing to host memory: saves and prefetches fill that.
 - A flush is taken back only before it runs, and only if as much of a newer checkpoint is on the tier or on its way
-  there. So the way down of the newest is never cut, and something always arrives.
+  there. So the way down of the newest is never cut, and something always arrives. Nor is one taken back when all
+  of it is there, brought by another flush: nobody hears that it was given up.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def _no_cancel(tier: TierView, checkpoint: CheckpointView, view: View) -> str | 
         return "no flush of it is promised there"
     if (checkpoint.name, tier.name) in view.running:
         return "it is being copied there now"
+    if checkpoint.has(tier.name, view.promised[checkpoint.name, tier.name]):
+        return "it is there already"
     if not view.overtaken(checkpoint, tier.name):
         return "nothing newer is there or on its way with as much of it"
     return None

@@ -116,6 +116,13 @@ RULES: dict[str, tuple[Move, View, str | None]] = {
     "cancel": (cancel("s1", "pfs"), view(*NEAR, promised=BOTH), None),
     "cancel of what is not promised": (cancel("s1", "pfs"), view(*NEAR, promised=[("s2", "pfs")]), "no flush of it"),
     "cancel of what is being copied": (cancel("s1", "pfs"), view(*NEAR, promised=BOTH, running=BOTH[:1]), "now"),
+    "cancel of what is there": (cancel("s1", "pfs"), view(*OLD_AND_NEW, promised=PROMISED_MODEL), "there already"),
+    "cancel of a part that is there": (
+        cancel("s1", "pfs"), view(made(1, "nvme", partial=["pfs"]), OLD_AND_NEW[1], promised=PROMISED_MODEL), "already",
+    ),
+    "cancel of the rest": (
+        cancel("s1", "pfs"), view(made(1, "nvme", partial=["pfs"]), OLD_AND_NEW[1], promised=PROMISED), None,
+    ),
     "cancel while a newer one is being copied": (
         cancel("s1", "pfs"), view(*NEAR, promised=BOTH, running=BOTH[1:]), None,
     ),
