@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from stepwell import timeline
 from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, StepwellError, TierUnavailable
 from stepwell.format.names import DELETED, EPOCHS, MANIFEST, Attempt, epoch_file, epoch_of, note_of
-from stepwell.format.records import Manifest, Rewind, Rewound, Seen, decode
+from stepwell.format.records import Manifest, Rewind, Rewound, Seen, decode, encode
 from stepwell.notes import Notes
 from stepwell.tiers.base import NOTES, RecordKey, Tier
 
@@ -62,6 +62,7 @@ class Catalog:
         self.notes = Notes(run, self.tiers[-1] if self.tiers else None)
         self._noted: set[int] | None = None  # numbers of notes that the last scan saw; None: it did not get there
         self._manifests: dict[tuple[Attempt, str], Manifest] = {}
+        self._manifest_bytes: dict[tuple[Attempt, str], int] = {}  # how long each of them is on its tier
         self._refreshing = asyncio.Lock()
         self.reading: Counter[Attempt] = Counter()  # checkpoints that are open for reading
         self._recent: list[tuple[Attempt, Tier]] = []  # committed by this process since the last scan began
@@ -95,10 +96,20 @@ class Catalog:
                 holdings[attempt] = kept + [h for h in self.holdings[attempt] if h.tier is tier]
                 holdings[attempt].sort(key=lambda h: self.tiers.index(h.tier))
             self.holdings, self.debris = holdings, debris
+            self._forget_replaced()
             if self._noted is not None:
                 await self.notes.catch_up(self._noted)
             newest = await self.newest_manifest()
             self.rewinds = timeline.merged(newest.rewinds if newest is not None else [], self.rewound)
+
+    def _forget_replaced(self) -> None:
+        """What another process has copied anew is read again: more parts of it are there, or fewer, and so the manifest
+        is longer or shorter."""
+        for attempt, held in self.holdings.items():
+            for holding in held:
+                copy = attempt, holding.tier.info.name
+                if copy in self._manifests and self._manifest_bytes[copy] != holding.files[MANIFEST]:
+                    del self._manifests[copy]
 
     async def _scan(self, tier: Tier) -> dict[Attempt, Holding]:
         found: dict[Attempt, Holding] = {}
@@ -226,18 +237,18 @@ class Catalog:
             except StepwellError as error:
                 failure = error
                 continue
-            self._manifests[attempt, name] = manifest
+            self._manifests[attempt, name], self._manifest_bytes[attempt, name] = manifest, len(data)
             return manifest
         raise failure or CheckpointNotFound("no such checkpoint", run=self.run, step=attempt.step)
 
     def add(self, attempt: Attempt, tier: Tier, files: dict[str, int], manifest: Manifest) -> None:
         """Notes a commit made by this process, without another scan."""
-        held = self.holdings.setdefault(attempt, [])
-        held[:] = [h for h in held if h.tier is not tier] + [Holding(tier, {**files, MANIFEST: 0})]
+        held, copy, size = self.holdings.setdefault(attempt, []), (attempt, tier.info.name), len(encode(manifest))
+        held[:] = [h for h in held if h.tier is not tier] + [Holding(tier, {**files, MANIFEST: size})]
         held.sort(key=lambda h: self.tiers.index(h.tier))
         self._recent.append((attempt, tier))
-        self._gone.discard((attempt, tier.info.name))
-        self._manifests[attempt, tier.info.name] = manifest
+        self._gone.discard(copy)
+        self._manifests[copy], self._manifest_bytes[copy] = manifest, size
         if attempt == max(self.holdings):  # an older one, flushed late, knows fewer rewinds
             self.rewinds = timeline.merged(manifest.rewinds, self.rewound)
         self.on_commit()

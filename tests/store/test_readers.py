@@ -160,6 +160,24 @@ def test_what_notes_say_is_seen_by_all_that_chooses(tmp_path: Path) -> None:
             store.keep(9)
 
 
+def test_a_partial_copy_that_becomes_whole_is_whole_for_who_saw_it_before(tmp_path: Path) -> None:
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
+    tiers = [FileTier(tmp_path / "near", name="near"), FileTier(tmp_path / "far", name="far")]
+    with (
+        stepwell.open(run="run", tiers=tiers, policies=[]) as store,
+        stepwell.open(run="run", tiers=[FileTier(tmp_path / "far", name="far")], mode="r") as reader,
+    ):
+        store.save(1, state(1) | {"extra": [1]}).wait("near")
+        store.flush(1, "far", parts=["model"])
+        seen = reader.latest()
+        assert seen is not None and seen.tiers == ("far",) and seen.complete_on == ()
+        store.flush(1, "far")
+        seen = reader.latest()
+        assert seen is not None and seen.complete_on == ("far",)
+        assert reader.restore(state(0) | {"extra": [0]}) is not None
+
+
 def test_a_note_needs_its_checkpoint_and_the_last_tier(tmp_path: Path) -> None:
     for name in ("nvme", "pfs"):
         (tmp_path / name).mkdir()
