@@ -199,10 +199,7 @@ async def _open_shard(
         else:
             refused.append((holding.tier, lease))
     for tier, error in refused:
-        if isinstance(error, CheckpointGone):
-            continue
-        absent = (await catalog.manifest(attempt, tier)).absent
-        if not set(absent) & _parts_of(opened.record, shard.file):
+        if not isinstance(error, CheckpointGone) and await _should_hold(catalog, attempt, tier, opened.record, shard.file):
             opened.healing.bad[tier.info.name, key] = f"the file is missing: {error}"
     tiers = leased + late
     if not tiers:
@@ -216,6 +213,16 @@ async def _open_shard(
             key=", ".join(sorted(_parts_of(opened.record, shard.file))),
         )
     return HeldShard(key, shard, tiers)
+
+
+async def _should_hold(catalog: Catalog, attempt: Attempt, tier: Tier, record: RankRecord, file: str) -> bool:
+    """Whether the copy on `tier` has the parts that lie in the file. Not if its manifest cannot be read: other copies
+    must not suffer from that."""
+    try:
+        manifest = await catalog.manifest(attempt, tier)
+    except StepwellError:
+        return False
+    return not set(manifest.absent) & _parts_of(record, file)
 
 
 async def _leases(tiers: Sequence[Tier], key: ShardKey) -> list[Lease | StepwellError | None]:

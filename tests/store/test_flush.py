@@ -84,6 +84,23 @@ def test_a_partial_copy_holds_some_parts_and_says_so(tmp_path: Path) -> None:
             store.restore(state(0))
 
 
+def test_a_partial_copy_with_a_bad_manifest_does_no_harm_to_the_whole_one(tmp_path: Path) -> None:
+    def tiers() -> list[Tier]:
+        return [FileTier(tmp_path / name, name=name) for name in ("near", "far")]
+
+    for folder in ("near", "far"):
+        (tmp_path / folder).mkdir()
+    with stepwell.open(run="run", tiers=tiers(), policies=[]) as store:
+        store.save(1, state()).wait()
+        store.flush(1, "far", parts=["model"])
+    [manifest] = (tmp_path / "far").glob("run/step-*/manifest.json")
+    manifest.write_text("{")
+    with stepwell.open(run="run", tiers=tiers(), mode="r") as store:
+        target = state(0)
+        assert store.restore(target) is not None
+        assert torch.equal(target["optimizer"]["m"], state()["optimizer"]["m"])
+
+
 class Away(MemoryTier):
     """A tier that does not answer."""
 
