@@ -199,18 +199,19 @@ async def _open_shard(
         else:
             refused.append((holding.tier, lease))
     for tier, error in refused:
-        if not isinstance(error, CheckpointGone) and await _should_hold(catalog, attempt, tier, opened.record, shard.file):
+        if not isinstance(error, CheckpointGone) and await _should_hold(
+            catalog, attempt, tier, opened.record, shard.file
+        ):
             opened.healing.bad[tier.info.name, key] = f"the file is missing: {error}"
     tiers = leased + late
     if not tiers:
-        if len(refused) == len(holdings) and all(isinstance(error, CheckpointGone) for _, error in refused):
-            raise _gone(catalog, attempt)
         wrong = "; ".join(f"{name}: {what}" for (name, k), what in opened.healing.bad.items() if k == key)
+        if not wrong and (not holdings or any(isinstance(error, CheckpointGone) for _, error in refused)):
+            raise _gone(catalog, attempt)
+        what = f"no tier has {shard.file} whole: {wrong or 'it is on none'}"
+        catalog.require_all_tiers(what)
         raise CorruptData(
-            f"no tier has {shard.file} whole: {wrong or 'it is on none'}",
-            path=str(key),
-            step=attempt.step,
-            key=", ".join(sorted(_parts_of(opened.record, shard.file))),
+            what, path=str(key), step=attempt.step, key=", ".join(sorted(_parts_of(opened.record, shard.file)))
         )
     return HeldShard(key, shard, tiers)
 

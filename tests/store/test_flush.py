@@ -133,6 +133,19 @@ def test_what_is_found_is_restored_although_a_tier_is_away(tmp_path: Path) -> No
         far.away = False
 
 
+def test_a_part_is_not_bad_that_only_a_tier_which_is_away_has(tmp_path: Path) -> None:
+    near = Away(name="near")
+    near.away = False
+    with stepwell.open(run="run", tiers=[near, FileTier(tmp_path, name="far")], policies=[]) as store:
+        store.save(1, state()).wait("near")
+        store.flush(1, "far", parts=["model"])
+        near.away = True
+        with pytest.raises(TierUnavailable, match="no tier has optimizer.safetensors.*near: no answer"):
+            store.restore(state(0), 1)
+        near.away = False
+        assert store.restore(state(0), 1) is not None
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with tmpfs(tmp_path / "small", 96) as folder:
