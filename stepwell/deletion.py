@@ -2,7 +2,8 @@
 
 On a shared tier a reader on another node may just have opened the checkpoint, so its files stay for a while
 (`delete_grace`) after the manifest and the ranks' records have gone. A save that finds no room there shortens that
-to HURRIED_S. Who crashes meanwhile leaves a folder with the marker DELETED, which the next writer frees likewise.
+to HURRIED_S. The marker DELETED comes before all that: beside a manifest it means nothing, and wherever a deletion
+stops, whoever finds files without a manifest frees them likewise.
 """
 
 from __future__ import annotations
@@ -63,12 +64,23 @@ class Deleter:
             self.events.add("deleted", attempt, tier.info.name, reason)
             self.freed.set()
             return
+        await tier.commit(self._marker(attempt), encode(Deleted(reason=reason, made=chain.clock.wall())))
+        await self._owner.writership.require(tier, attempt.step)
         names = [MANIFEST, *(rank_file(rank) for rank in manifest.covers)]
         await tier.drop([RecordKey(chain.run, f"{attempt.folder}/{name}") for name in names])
         self.events.add("deleted", attempt, tier.info.name, reason)
-        marker = Deleted(reason=reason, made=chain.clock.wall())
-        await tier.commit(RecordKey(chain.run, f"{attempt.folder}/{DELETED}"), encode(marker))
         self.free_later(attempt, tier)
+
+    def _marker(self, attempt: Attempt) -> RecordKey:
+        return RecordKey(self._chain.run, f"{attempt.folder}/{DELETED}")
+
+    async def waits(self, attempt: Attempt, tier: Tier) -> bool:
+        """Whether files without a manifest are those of a deleted checkpoint: then they go when its grace is over, and
+        nobody else may remove them."""
+        if await tier.fetch(self._marker(attempt)) is None:
+            return False
+        self.free_later(attempt, tier)
+        return True
 
     def free_later(self, attempt: Attempt, tier: Tier) -> None:
         """Frees a deleted copy's files when its grace is over."""
@@ -83,7 +95,7 @@ class Deleter:
         await self._owner.writership.require(tier, attempt.step)
         if spared:
             self._wake.set()
-            await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{DELETED}")])
+            await tier.drop([self._marker(attempt)])
 
     def hurry(self, tier: Tier) -> float | None:
         """Somebody needs room on `tier`: in how many seconds the next files there are freed; None if none wait."""

@@ -12,7 +12,7 @@ import pytest
 from stepwell.catalog import Catalog
 from stepwell.chain import Chain
 from stepwell.deletion import GRACE_S, HURRIED_S, Deleter
-from stepwell.errors import RunBusy
+from stepwell.errors import RunBusy, TierError
 from stepwell.events import EventLog
 from stepwell.format.names import DELETED, Attempt, rank_file
 from stepwell.format.records import Deleted, Manifest, decode, encode
@@ -135,6 +135,29 @@ def test_who_needs_room_waits_a_minute_at_most() -> None:
         assert await names(bench.shared, others[1]) == set() and not bench.deleter.waiting
 
     deleting(scenario)
+
+
+@pytest.mark.parametrize("kind", ["error", "lost answer"])
+@pytest.mark.parametrize(("operation", "nth"), [("commit", 3), ("drop", 1)])
+def test_a_deletion_that_fails_leaves_the_checkpoint_or_word_that_there_was_one(
+    operation: Any, nth: int, kind: Any
+) -> None:
+    """Else whoever comes next would take the files for a save that nobody can be reading."""
+
+    async def scenario(bench: Bench) -> None:
+        manifest = await bench.have(bench.shared)
+        with pytest.raises(TierError):
+            await bench.deleter.delete(ATTEMPT, bench.shared, manifest, "too old")
+        left = await names(bench.shared)
+        assert "model.safetensors" in left and left & {"manifest.json", DELETED}
+        if "manifest.json" not in left:
+            assert await bench.deleter.waits(ATTEMPT, bench.shared)
+            await asyncio.sleep(GRACE_S - 1)
+            assert "model.safetensors" in await names(bench.shared)
+            await asyncio.sleep(2)
+            assert await names(bench.shared) == set()
+
+    deleting(scenario, faults=[Fault(operation, nth, kind)])
 
 
 def test_a_checkpoint_that_comes_again_is_spared() -> None:

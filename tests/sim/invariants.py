@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stepwell import native
 from stepwell.errors import StepwellError
-from stepwell.format.names import DELETED, EPOCHS, MANIFEST, Attempt, epoch_of, rank_file
+from stepwell.format.names import EPOCHS, MANIFEST, Attempt, epoch_of, rank_file
 from stepwell.format.records import Manifest, RankRecord, Seen, decode
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey
 from stepwell.timeline import current
@@ -32,7 +32,8 @@ class Invariants:
         self.media: list[Medium] = []
         self.grace_s: dict[str, float] = {}  # tier -> how long deleted files stay at least
         self.condemned: dict[tuple[str, str], object] = {}  # (tier, checkpoint) -> the process that deletes it
-        self.marked: dict[tuple[str, str], float] = {}  # (tier, checkpoint) -> since when it is marked as deleted
+        self.deleting: set[tuple[str, str]] = set()  # (tier, checkpoint) of deletions under way
+        self.marked: dict[tuple[str, str], float] = {}  # (tier, checkpoint) -> since when it is deleted
         self.ever: dict[tuple[str, Attempt], set[str]] = {}  # (tier, attempt) -> parts that were committed there
         self.flipped_at: dict[tuple[str, str, str, int], float] = {}  # (tier, checkpoint, file, block) -> when
         self.garbled: set[str] = set()  # checkpoints of which something ever was
@@ -66,8 +67,6 @@ class Invariants:
         with self.noting():
             if name == MANIFEST:
                 self._check_manifest(medium, folder)
-            elif name == DELETED:
-                self.marked[medium.name, folder] = self._clock()
             elif folder == EPOCHS and name.endswith("seen.json") and medium is self.media[-1]:
                 self._find_seen()
                 self._check_seen()
@@ -123,10 +122,6 @@ class Invariants:
     def node_lost(self) -> None:
         """A node went down: everything that was acknowledged is looked at."""
         self._find_seen()
-        markers = {
-            (m.name, key.name.rpartition("/")[0]) for m in self.media for key in m.records if DELETED in key.name
-        }
-        self.marked = {copy: since for copy, since in self.marked.items() if copy in markers}
         for saved in self.model.saves:
             self.check_saved(saved)
 
@@ -319,6 +314,8 @@ class Invariants:
         who = self.condemned.pop((medium.name, folder), None)
         if who is not None and who is self.running():  # retention: it was judged when it was decided
             saved.acked.discard(medium.name)
+            if (medium.name, folder) in self.deleting:
+                self.marked[medium.name, folder] = self._clock()
         elif medium.name in saved.acked and copies:  # what is removed for repair is safe on another tier
             saved.acked.discard(medium.name)
             saved.acked |= {other.name for other in copies}

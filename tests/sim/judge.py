@@ -46,9 +46,14 @@ class Judge:
         delete = deleter.delete
 
         async def watched(attempt: Attempt, tier: Tier, manifest: Manifest | None, reason: str) -> None:
+            copy = tier.info.name, attempt.folder
             with self.invariants.noting():
                 self._deleting(process, attempt, tier.info.name)
-            await delete(attempt, tier, manifest, reason)
+            self.invariants.deleting.add(copy)
+            try:
+                await delete(attempt, tier, manifest, reason)
+            finally:
+                self.invariants.deleting.discard(copy)
 
         deleter.delete = watched  # type: ignore[method-assign]
         spare = deleter.spare
