@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
+from stepwell.catalog import Debris
 from stepwell.chain import Chain
 from stepwell.commit import Committer
 from stepwell.epochs import Writership
@@ -145,12 +146,12 @@ class Ownership:
         self,
         busy: set[tuple[str, str]],
         wanted: Callable[[], Collection[tuple[str, str]]],
-        free_later: Callable[[Attempt, Tier], None],
+        waits: Callable[[Attempt, Tier], Awaitable[bool]],
     ) -> None:
         """Frees what killed saves left: attempts of older epochs, whose writers cannot come back.
 
         busy: (checkpoint, tier) of copies that are being deleted. wanted: tells of flushes that will go on from
-        what is there. free_later: takes what was deleted, and somebody may still be reading.
+        what is there. waits: whether it was deleted, also since it was looked for, and somebody may still be reading.
         """
         for debris in self._chain.catalog.debris:
             if self.writership.lost or not await self.writership.still_ours():
@@ -160,20 +161,23 @@ class Ownership:
                 continue
             if any(h.tier.info.name == debris.tier for h in self._chain.catalog.holdings.get(debris.attempt, [])):
                 continue  # it has been committed there since
-            if debris.deleted:
-                free_later(debris.attempt, self._chain.named(debris.tier))
-                continue
-            log.warning(
-                "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
-                debris.attempt.step,
-                debris.tier,
-                debris.size_bytes,
-            )
             busy.add(copy)
             try:
-                await self._chain.named(debris.tier).drop([CheckpointKey(self._chain.run, debris.attempt.folder)])
+                await self._remove(debris, waits)
             finally:
                 busy.discard(copy)
+
+    async def _remove(self, debris: Debris, waits: Callable[[Attempt, Tier], Awaitable[bool]]) -> None:
+        tier = self._chain.named(debris.tier)
+        if await waits(debris.attempt, tier):
+            return
+        log.warning(
+            "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
+            debris.attempt.step,
+            debris.tier,
+            debris.size_bytes,
+        )
+        await tier.drop([CheckpointKey(self._chain.run, debris.attempt.folder)])
 
     async def close(self) -> None:
         """Gives the run up, so that the next writer need not wait."""

@@ -212,7 +212,7 @@ class RunWriter:
         self._keep(self._mender.mend())
         self.steering.may_cancel = self.owner.job.leader
         if self.owner.job.leader:
-            self._keep(self.owner.clean(self.busy, lambda: self.steering.promised, self.deleter.free_later))
+            self._keep(self.owner.clean(self.busy, lambda: self.steering.promised, self.deleter.waits))
             self._log_keeping = asyncio.ensure_future(self._log_keeper.keep(self.owner.writership.epoch))
 
     def _may_drop(self, tier: str) -> bool:
