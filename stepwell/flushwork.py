@@ -71,8 +71,18 @@ class FlushWork:
 
     async def forget(self, attempt: Attempt, tier: Tier) -> None:
         """Frees what this rank's tries of a flush have left on a tier that does not get the checkpoint."""
+        copy = (attempt.folder, tier.info.name)
+        if copy in self._deleter.busy or any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, [])):
+            return
+        self._deleter.busy.add(copy)
+        try:
+            await self._forget(attempt, tier)
+        finally:
+            self._deleter.busy.discard(copy)
+
+    async def _forget(self, attempt: Attempt, tier: Tier) -> None:
         chain, rank = self._chain, self._owner.job.rank
-        if any(h.tier is tier for h in chain.catalog.holdings.get(attempt, [])):
+        if await self._deleter.waits(attempt, tier):
             return
         record, _ = await read_record(chain.catalog, attempt, rank, Healing())
         key = CheckpointKey(chain.run, attempt.folder)
