@@ -10,7 +10,7 @@ from stepwell.chain import Chain, Keep, reserve
 from stepwell.deletion import Deleter
 from stepwell.errors import CheckpointGone, NotPlanned, RunBusy, StepwellError, TierError, TierFull
 from stepwell.flushing import Goal
-from stepwell.format.names import Attempt, rank_file
+from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import Manifest, RankRecord, ShardRecord
 from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
@@ -155,7 +155,7 @@ class FlushWork:
             raise
 
     async def _make_way(self, attempt: Attempt, tier: Tier, shards: Sequence[ShardRecord]) -> None:
-        """Removes a partial copy, so that more parts can come: a manifest is never replaced.
+        """Ends the commit of a partial copy, so that more parts can come: a manifest is never replaced.
 
         shards: those of this rank that it has. Raises CorruptData, before anything is removed, if they are not good
         elsewhere; with several ranks each looks at its own, and the lowest removes.
@@ -177,8 +177,10 @@ class FlushWork:
             for rank in covered[1:]:
                 await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
             await self._owner.writership.require(tier, attempt.step)
+            # its files stay, and this try goes on from them; forgotten only afterwards, so that the next try makes way
+            # if this one fails here
+            await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{MANIFEST}")])
             catalog.remove(attempt, tier)
-            await tier.drop([CheckpointKey(self._chain.run, attempt.folder)])
             job.store.put(f"{prefix}/made", b"1")
         else:
             job.store.put(f"{prefix}/{job.rank}", b"1")

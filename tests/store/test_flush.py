@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import stepwell
-from stepwell.errors import NoGoodCheckpoint, SaveFailed, TierFull, TierUnavailable
-from stepwell.tiers.base import Tier
+from stepwell.errors import NoGoodCheckpoint, SaveFailed, TierError, TierFull, TierUnavailable
+from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.memory import MemoryTier
 from tests.mounts import tmpfs
@@ -99,6 +99,35 @@ def test_a_partial_copy_with_a_bad_manifest_does_no_harm_to_the_whole_one(tmp_pa
         target = state(0)
         assert store.restore(target) is not None
         assert torch.equal(target["optimizer"]["m"], state()["optimizer"]["m"])
+
+
+class Stubborn(FileTier):
+    """Fails once to delete what commits a checkpoint: before anything is done, or after all of it."""
+
+    failed = done = False
+
+    async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
+        fails = not self.failed and any("step-" in str(key) and not isinstance(key, ShardKey) for key in what)
+        if self.done or not fails:
+            await super().drop(what)
+        if fails:
+            self.failed = True
+            raise TierError("not deleted, or so it seems", tier=self.info.name)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_partial_copy_grows_whole_although_it_cannot_make_way_at_once(tmp_path: Path, done: bool) -> None:
+    (tmp_path / "near").mkdir()
+    far = Stubborn(tmp_path, name="far")
+    far.done = done
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far], policies=[]) as store:
+        store.save(1, state()).wait()
+        store.flush(1, "far", parts=["model"])
+        store.flush(1, "far")
+        newest = store.latest("far")
+        assert far.failed and newest is not None and newest.complete_on == ("near", "far")
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path, name="far")], mode="r") as store:
+        assert store.restore(state(0)) is not None
 
 
 class Away(MemoryTier):
