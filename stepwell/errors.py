@@ -15,7 +15,10 @@ class StepwellError(Exception):
 
     what: one sentence on what went wrong. todo: what the reader can do about it. where: run, step,
     rank, tier, key, path and so on; shown in the message and kept as the attribute `where`.
+    retry: whether the same call may work later, because a tier did not answer or could not be read.
     """
+
+    retry = False
 
     def __init__(self, what: str, *, todo: str = "", **where: object) -> None:
         self.what = what
@@ -86,10 +89,7 @@ class CorruptData(StepwellError):
 
 
 class TierError(StepwellError, OSError):
-    """A tier could not do what was asked. `errno` is set where the operating system gave one;
-    `retry` says whether the same call may work later."""
-
-    retry = False
+    """A tier could not do what was asked. `errno` is set where the operating system gave one."""
 
 
 class TierFull(TierError):

@@ -23,6 +23,8 @@ log = logging.getLogger("stepwell")
 
 #: after so many failed tries whoever waits for the flush is told; it is still tried again
 TELL_AFTER = 3
+#: the pause after a try that could not read what it should copy
+UNREAD_S = 1.0
 #: commits that may wait for other ranks while the next checkpoint is copied already; ranks may be at different
 #: checkpoints when the order changes, and would wait for each other if one had to be finished first
 COMMITS_MAX = 64
@@ -198,10 +200,13 @@ class Flusher:
             await self._flush_once(goal)
         except TierError as error:
             self._failed(goal, error)
-        except StepwellError as error:  # trying again would not help: say so
-            log.error("step %d does not get to %s: %s", goal.attempt.step, name, error)
-            self.last_error = goal.error = error
-            self._finish(goal, error)
+        except StepwellError as error:
+            if error.retry and goal.tries + 1 < TELL_AFTER:
+                self._unread(goal, error)
+            else:  # trying again would not help: say so
+                log.error("step %d does not get to %s: %s", goal.attempt.step, name, error)
+                self.last_error = goal.error = error
+                self._finish(goal, error)
         except Exception as error:
             log.exception("step %d does not get to %s", goal.attempt.step, name)
             self._finish(goal, error)
@@ -225,6 +230,15 @@ class Flusher:
             "flushing step %d to %s failed (try %d, again in %.1f s): %s",
             goal.attempt.step, self.tier.info.name, goal.tries, pause, error,
         )  # fmt: skip
+
+    def _unread(self, goal: Goal, error: StepwellError) -> None:
+        """Where it is now it could not be read. That is no fault of this tier, so others hardly wait for it; and it may
+        never pass, so it is not tried for ever."""
+        goal.tries += 1
+        goal.error = error
+        self.on_failed(goal, error)
+        self.next_try_at = self._clock.monotonic() + UNREAD_S
+        log.warning("flushing step %d to %s is tried again: %s", goal.attempt.step, self.tier.info.name, error)
 
     def _note(self, goal: Goal, error: TierError) -> None:
         goal.tries += 1

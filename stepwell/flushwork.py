@@ -8,7 +8,16 @@ from collections.abc import Sequence
 
 from stepwell.chain import Chain, Keep, reserve
 from stepwell.deletion import Deleter
-from stepwell.errors import CheckpointGone, NotPlanned, RunBusy, StepwellError, TierError, TierFull
+from stepwell.errors import (
+    CheckpointGone,
+    CheckpointNotFound,
+    CorruptData,
+    NotPlanned,
+    RunBusy,
+    StepwellError,
+    TierError,
+    TierFull,
+)
 from stepwell.flushing import Goal
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import Manifest, RankRecord, ShardRecord
@@ -42,6 +51,15 @@ class FlushWork:
 
         Raises NotPlanned if the job's leader has taken the flush back meanwhile.
         """
+        try:
+            return await self._unless_taken_back(tier, goal)
+        except (CheckpointNotFound, CorruptData) as error:
+            if self._chain.catalog.absent:
+                await self._chain.catalog.refresh()  # who did not answer the last scan may have what was not found
+                error.retry = True
+            raise
+
+    async def _unless_taken_back(self, tier: Tier, goal: Goal) -> Manifest | None:
         job = self._owner.job
         if job.world == 1:
             return await self._once(tier, goal)
@@ -221,4 +239,6 @@ class FlushWork:
 
 def _may_go_on(error: BaseException) -> bool:
     """Whether the next try should find the bytes of this one."""
+    if isinstance(error, CorruptData):
+        return error.retry
     return isinstance(error, TierError | asyncio.CancelledError) and not isinstance(error, TierFull)

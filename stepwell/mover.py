@@ -10,6 +10,7 @@ up stops feeding and leaves the tasks that run to finish.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,9 @@ from stepwell.ranges import Read
 from stepwell.reading import Caller, Crcs, Healing, Reading
 from stepwell.tiers.base import ChunkIO, ShardKey, Tier
 from stepwell.tiers.host import Arena, HostTier, Priority, Slot
+
+#: what a read fails with if the file is gone or too short: no later one fares better
+_NOT_THERE = {errno.ENOENT, errno.EINVAL}
 
 
 class Then(Protocol):
@@ -273,7 +277,7 @@ class Mover:
     def _bad_everywhere(self, reading: Reading, part: Read) -> CorruptData:
         key = reading.key
         wrong = "; ".join(f"{name}: {what}" for (name, shard), what in reading.healing.bad.items() if shard == key)
-        return CorruptData(
+        error = CorruptData(
             f"bytes {part.start} to {part.start + part.length} of {key.name} are bad: {wrong or 'they are on no tier'}",
             todo="No other tier holds a good copy",
             run=key.checkpoint.run,
@@ -281,6 +285,8 @@ class Mover:
             path=str(key),
             block=part.start // BLOCK_BYTES,
         )
+        error.retry = any(shard == key for _, shard in reading.healing.unread)
+        return error
 
     async def _get_part(self, reading: Reading, tier: Tier, part: Read, address: int) -> list[Read]:
         """Reads `part` from `tier`; returns what of it is not good there."""
@@ -292,6 +298,8 @@ class Mover:
             error = raised
         if error is not None:
             reading.healing.bad[name, reading.key] = str(error)
+            if error.errno not in _NOT_THERE:
+                reading.healing.unread.add((name, reading.key))
             return [part]
         done = await self._scatter(reading, part, address, reading.crcs_of(part.start, part.length))
         bad = [

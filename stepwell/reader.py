@@ -11,7 +11,7 @@ import numpy as np
 
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
-from stepwell.errors import CheckpointGone, CheckpointNotFound, CorruptData, StepwellError, WorldChanged
+from stepwell.errors import CheckpointGone, CheckpointNotFound, CorruptData, StepwellError, TierError, WorldChanged
 from stepwell.format.collecting import paused
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
@@ -138,6 +138,7 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
     """The rank's record and its bytes, from the nearest tier where it is the one that was committed."""
     name = f"{attempt.folder}/{rank_file(rank)}"
     wrong: list[str] = []
+    unread = False
     holdings = list(catalog.holdings.get(attempt, []))
     gone = not holdings
     for holding in holdings:
@@ -162,11 +163,14 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
             gone = True
         except StepwellError as error:
             wrong.append(f"{tier}: {error}")
+            unread = unread or isinstance(error, TierError)
     if gone and not wrong:
         raise _gone(catalog, attempt)
-    raise CorruptData(
+    corrupt = CorruptData(
         f"no tier has a good record of rank {rank}: {'; '.join(wrong)}", path=name, run=catalog.run, step=attempt.step
     )
+    corrupt.retry = unread
+    raise corrupt
 
 
 def _gone(catalog: Catalog, attempt: Attempt) -> CheckpointGone:

@@ -22,6 +22,7 @@ class Healing:
     """What a read found bad, and where it got the bytes instead."""
 
     bad: dict[tuple[str, ShardKey], str] = field(default_factory=dict)  # (tier, shard) -> what was wrong
+    unread: set[tuple[str, ShardKey]] = field(default_factory=set)  # of these, where a read may work later
     read_bytes: dict[str, int] = field(default_factory=dict)  # tier -> bytes that came from it
 
     def took(self, tier: str, size_bytes: int) -> None:

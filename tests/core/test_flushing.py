@@ -255,6 +255,24 @@ def test_what_trying_again_does_not_mend_is_given_up_and_said(error: Exception) 
     on_virtual_time(scenario)
 
 
+def test_what_could_not_be_read_is_tried_again_a_few_times() -> None:
+    unread = CorruptData("no tier could be read")
+    unread.retry = True
+
+    async def scenario() -> None:
+        work = Work()
+        work.errors = {1: [unread] * (TELL_AFTER - 1), 2: [unread] * TELL_AFTER}
+        flusher = flusher_of(work)
+        passing, lasting = flusher.want(attempt(1)), flusher.want(attempt(2))
+        await passing.wait()
+        with pytest.raises(CorruptData):
+            await lasting.wait()
+        assert work.steps.count(1) == work.steps.count(2) == TELL_AFTER and flusher.goals == []
+        await flusher.close()
+
+    on_virtual_time(scenario)
+
+
 # -- the end -----------------------------------------------------------------------------------------
 
 

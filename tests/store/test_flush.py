@@ -14,7 +14,9 @@ from stepwell.errors import NoGoodCheckpoint, SaveFailed, TierError, TierFull, T
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.memory import MemoryTier
+from stepwell.tiers.wrap import Fault, Faulty
 from tests.mounts import tmpfs
+from tests.store.helpers import eventually
 
 
 def state(value: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
@@ -173,6 +175,19 @@ def test_a_part_is_not_bad_that_only_a_tier_which_is_away_has(tmp_path: Path) ->
             store.restore(state(0), 1)
         near.away = False
         assert store.restore(state(0), 1) is not None
+
+
+def test_a_tier_that_was_away_for_a_moment_costs_no_flush_from_it(tmp_path: Path) -> None:
+    """The scan that it did not answer has left the catalog without what is there."""
+    near, far = Away(name="near"), Faulty(FileTier(tmp_path, name="far"), [Fault("reserve", 1)])
+    near.away = False
+    with stepwell.open(run="run", tiers=[near, far]) as store:
+        save = store.save(1, state())
+        eventually(lambda: bool(far.hit))
+        near.away = True
+        store.checkpoints()
+        near.away = False
+        save.wait("far", timeout=20)
 
 
 @pytest.fixture
