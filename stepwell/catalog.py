@@ -241,6 +241,16 @@ class Catalog:
             return manifest
         raise failure or CheckpointNotFound("no such checkpoint", run=self.run, step=attempt.step)
 
+    async def manifests(self, attempt: Attempt) -> list[tuple[Tier, Manifest]]:
+        """Of all copies whose manifest can be read: one that cannot must do no harm to the others."""
+        found = []
+        for holding in list(self.holdings.get(attempt, [])):
+            try:
+                found.append((holding.tier, await self.manifest(attempt, holding.tier)))
+            except StepwellError:
+                continue
+        return found
+
     def add(self, attempt: Attempt, tier: Tier, files: dict[str, int], manifest: Manifest) -> None:
         """Notes a commit made by this process, without another scan."""
         held, copy, size = self.holdings.setdefault(attempt, []), (attempt, tier.info.name), len(encode(manifest))

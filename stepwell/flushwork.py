@@ -179,8 +179,8 @@ class FlushWork:
         elsewhere; with several ranks each looks at its own, and the lowest removes.
         """
         catalog, job = self._chain.catalog, self._owner.job
-        others = [await catalog.manifest(attempt, h.tier) for h in catalog.holdings[attempt] if h.tier is not tier]
-        if not any(not manifest.absent and job.rank in manifest.covers for manifest in others):
+        manifests = await catalog.manifests(attempt)
+        if not any(not m.absent and job.rank in m.covers for other, m in manifests if other is not tier):
             raise StepwellError(
                 "only some parts of the checkpoint are there, and no other tier has all of them",
                 todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,

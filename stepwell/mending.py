@@ -81,10 +81,8 @@ class Mender:
 
     async def _is_whole_elsewhere(self, attempt: Attempt, sources: Sequence[Tier]) -> bool:
         """While one shard is written again the copy is not committed: a crash then takes its other parts, too."""
-        for tier in sources:
-            if tier is not self._chain.host and not (await self._chain.catalog.manifest(attempt, tier)).absent:
-                return True
-        return False
+        manifests = await self._chain.catalog.manifests(attempt)
+        return any(not m.absent for tier, m in manifests if tier in sources and tier is not self._chain.host)
 
     async def _is_good(self, tier: Tier, key: ShardKey, shard: ShardRecord) -> bool:
         """Whether what was wrong has passed: an error of the disk or the network, not of the bytes."""

@@ -237,10 +237,5 @@ def _finished(tried: _Tried, skipped: dict[int, str]) -> Restored:
 
 async def _absent_parts(catalog: Catalog, attempt: Attempt, parts: Sequence[str]) -> list[str]:
     """Those of `parts` that the checkpoint has on no tier."""
-    have: set[str] = set()
-    for holding in catalog.holdings.get(attempt, []):
-        try:
-            have |= set((await catalog.manifest(attempt, holding.tier)).parts)
-        except StepwellError:
-            continue
+    have = {part for _, manifest in await catalog.manifests(attempt) for part in manifest.parts}
     return [part for part in parts if part not in have]
