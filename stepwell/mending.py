@@ -10,7 +10,7 @@ from stepwell import native
 from stepwell.chain import Chain, reserve
 from stepwell.errors import CorruptData, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file
-from stepwell.format.records import RankRecord, Repair, ShardRecord, encode
+from stepwell.format.records import Manifest, RankRecord, Repair, ShardRecord, decode, encode
 from stepwell.ownership import Ownership
 from stepwell.reading import Healing, Reading
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
@@ -101,9 +101,9 @@ class Mender:
         key = ShardKey(CheckpointKey(chain.run, attempt.folder), shard.file)
         manifest = RecordKey(chain.run, f"{attempt.folder}/{MANIFEST}")
         own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(rank)}")
-        words = await chain.catalog.manifest(attempt, target)
         commits, told = await target.fetch(manifest), await target.fetch(own)
-        if commits is None or told is None or native.crc32c(told) not in words.digests:
+        words = decode(commits, Manifest) if commits is not None else None
+        if commits is None or words is None or told is None or native.crc32c(told) not in words.digests:
             raise CorruptData("its records are bad, too", path=str(own), tier=target.info.name)
         files = next(h.files for h in chain.catalog.holdings[attempt] if h.tier is target)
         await self._owner.writership.require(target, attempt.step)

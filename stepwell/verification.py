@@ -9,7 +9,7 @@ from stepwell.chain import Chain
 from stepwell.errors import CorruptData, StepwellError, TierError
 from stepwell.events import EventLog
 from stepwell.format.names import Attempt
-from stepwell.format.records import RankRecord
+from stepwell.format.records import Manifest, RankRecord
 from stepwell.mending import Mender
 from stepwell.reader import read_record
 from stepwell.reading import Healing
@@ -23,7 +23,7 @@ class Verifier:
 
     def __init__(self, chain: Chain, mender: Mender, events: EventLog) -> None:
         self._chain, self._mender, self._events = chain, mender, events
-        self._good: set[tuple[Attempt, str]] = set()
+        self._good: dict[tuple[Attempt, str], Manifest] = {}  # of which copy: a flush may bring more parts later
 
     async def repair(self) -> None:
         """Writes again what was found bad."""
@@ -43,11 +43,15 @@ class Verifier:
                 for holder in holders
                 if chain.storage.index(holder) > at
                 and chain.option(holder).verify_after_flush is not None
-                and (attempt, holder.info.name) not in self._good
+                and not self._is_good(attempt, holder)
             ]
             if not unsure:
                 return
             await self._check(attempt, unsure[0])
+
+    def _is_good(self, attempt: Attempt, tier: Tier) -> bool:
+        good = self._good.get((attempt, tier.info.name))
+        return good is not None and good is self._chain.catalog.known_manifest(attempt, tier)
 
     async def _check(self, attempt: Attempt, tier: Tier) -> None:
         chain, began = self._chain, self._chain.clock.monotonic()
@@ -59,7 +63,9 @@ class Verifier:
                 await self._check_rank(attempt, tier, record, {f for p in manifest.parts for f in record.parts[p]})
         finally:
             chain.catalog.reading[attempt] -= 1
-        self._good.add((attempt, tier.info.name))
+        if manifest is not chain.catalog.known_manifest(attempt, tier):
+            return  # it has been replaced meanwhile
+        self._good[attempt, tier.info.name] = manifest
         self._events.add("verified", attempt, tier.info.name, seconds=chain.clock.monotonic() - began)
 
     async def _check_rank(self, attempt: Attempt, tier: Tier, record: RankRecord, files: set[str]) -> None:

@@ -2,7 +2,8 @@
 
 - Retention asks for nothing that a rule of its tier wants, and drops nothing that is kept, being read, needed for a
   flush that was decided, or the newest complete one with nothing newer where as much survives.
-- The last copy above one that is to be verified goes only after that was done, and what was verified was right.
+- The last copy above one that is to be verified goes only after that was done, and what was verified was right. One
+  that has been written anew since was not verified.
 - A flush is taken back only if as much of a newer checkpoint is on the tier or promised there, and never after it was
   acknowledged.
 """
@@ -15,13 +16,13 @@ from typing import Any
 
 from stepwell.deletion import HURRIED_S
 from stepwell.events import Entry
-from stepwell.format.names import Attempt
+from stepwell.format.names import MANIFEST, Attempt
 from stepwell.format.records import Manifest
 from stepwell.policies.base import Drop, Move, View
-from stepwell.tiers.base import Tier
+from stepwell.tiers.base import RecordKey, Tier
 from stepwell.timeline import abandoned
 from tests.sim.invariants import Invariants
-from tests.sim.medium import Medium
+from tests.sim.medium import Medium, Record
 from tests.sim.model import Broken
 from tests.sim.process import Process
 from tests.sim.reference import Fact, facts_of, is_last, notes_of, wanted
@@ -34,7 +35,7 @@ class Judge:
     def __init__(self, invariants: Invariants, rules: Rules) -> None:
         self.invariants, self._rules = invariants, rules
         self._storage = list(rules)
-        self._verified: set[tuple[Process, str, str]] = set()
+        self._verified: dict[tuple[Process, str, str], Record | None] = {}  # -> the manifest of what was verified
         self.told: Counter[str] = Counter()  # entries of the event logs, by what they say
 
     def watch(self, process: Process) -> None:
@@ -121,14 +122,21 @@ class Judge:
             if any(other in fact.there for other in self._storage[:number] if other != tier):
                 continue
             asks = process.knows(fact.attempt, below) and self._rules[below].verify is not None
-            if asks and (process, fact.attempt.folder, below) not in self._verified:
+            copy, now = (process, fact.attempt.folder, below), self._manifest(fact.attempt.folder, below)
+            if asks and (copy not in self._verified or (now is not None and self._verified[copy] is not now)):
                 raise Broken(what + f"before the copy on {below} was verified")
+
+    def _manifest(self, folder: str, tier: str) -> Record | None:
+        """What commits the copy that is there now."""
+        medium = next(medium for medium in self.invariants.media if medium.name == tier)
+        return medium.records.get(RecordKey(self.invariants.run, f"{folder}/{MANIFEST}"))
 
     def _told(self, process: Process, entry: Entry) -> None:
         self.told[entry.what] += 1
         if entry.what == "verified":
             with self.invariants.noting():
-                self._verified.add((process, entry.checkpoint, entry.tier))
+                manifest = self._manifest(entry.checkpoint, entry.tier)
+                self._verified[process, entry.checkpoint, entry.tier] = manifest
                 if self._rules[entry.tier].verify == "digest":
                     medium = next(medium for medium in self.invariants.media if medium.name == entry.tier)
                     self._check_digest(entry.checkpoint, medium, process.loop.time() - entry.seconds)

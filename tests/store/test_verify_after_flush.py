@@ -12,6 +12,7 @@ import stepwell
 from stepwell.policies.base import Policy
 from stepwell.policies.flush import FlushRule
 from stepwell.policies.retain import Retain
+from stepwell.runtime import Runtime
 from stepwell.settings import Settings, TierOptions
 from stepwell.store import CheckpointStore
 from tests.store.helpers import disk, eventually, host, state, steps
@@ -71,3 +72,14 @@ def test_a_bad_copy_is_found_before_the_good_one_goes_and_is_written_again(
         eventually(lambda: steps(store, "near") == [3])
     for copy in (tmp_path / "far" / "run").glob("step-*"):
         assert stepwell.load(copy, part="model")["w"].unique().tolist() == [float(copy.name[5:14])]
+
+
+def test_a_copy_that_more_parts_have_come_to_is_looked_at_again(tmp_path: Path) -> None:
+    tiers, options = [disk(tmp_path, name="near"), disk(tmp_path, name="far")], {"far": TierOptions(None, "digest")}
+    with CheckpointStore("run", tiers, "w", Settings(), [], options=options) as store:
+        store.save(1, state(1) | {"extra": [1]}).wait("near")
+        [attempt] = store.catalog.holdings
+        for parts, looks in ((["model"], 1), (["model"], 1), (None, 2), (None, 2)):
+            store.flush(1, "far", parts=parts)
+            Runtime.get().run(store._writer.steering._verifier.check_below(attempt, tiers[0]))
+            assert verified(store) == [1] * looks
