@@ -195,9 +195,10 @@ class FlushWork:
             for rank in covered[1:]:
                 await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
             await self._owner.writership.require(tier, attempt.step)
-            # its files stay, and this try goes on from them; forgotten only afterwards, so that the next try makes way
+            # its shards stay, and this try goes on from them; forgotten only afterwards, so that the next try makes way
             # if this one fails here
-            await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{MANIFEST}")])
+            names = [MANIFEST, *(rank_file(rank) for rank in covered)]
+            await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{name}") for name in names])
             catalog.remove(attempt, tier)
             job.store.put(f"{prefix}/made", b"1")
         else:
