@@ -152,7 +152,8 @@ def windows_of_seconds(line: Sequence[Fact], seconds: float) -> dict[Attempt, in
     """A window begins where the clock shows another one than at the checkpoint before."""
     numbers: dict[Attempt, int] = {}
     for before, fact in zip([None, *line], line, strict=False):
-        same = before is not None and before.made // seconds == fact.made // seconds
+        # not `//`: it is exact, and at a window's border that is another number than what is divided and rounded
+        same = before is not None and math.floor(before.made / seconds) == math.floor(fact.made / seconds)
         numbers[fact.attempt] = (numbers[before.attempt] if before is not None else 0) + (not same)
     return numbers
 
