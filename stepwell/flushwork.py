@@ -37,6 +37,7 @@ class FlushWork:
 
     def __init__(self, chain: Chain, owner: Ownership, deleter: Deleter, keep: Keep) -> None:
         self._chain, self._owner, self._deleter, self._keep = chain, owner, deleter, keep
+        self._clearing: dict[tuple[Attempt, str], set[str]] = {}  # copies that were to make way -> the parts they had
         self._moving: dict[tuple[Attempt, str], Caller] = {}  # (checkpoint, tier) -> what the last try has begun
 
     async def has(self, attempt: Attempt, tier: Tier, parts: Sequence[str] | None) -> bool:
@@ -107,9 +108,10 @@ class FlushWork:
         shards = [ShardKey(key, shard.file) for shard in record.shards]
         await chain.mover.settled(shards)
         await self._owner.writership.require(tier, attempt.step)
-        await tier.drop([RecordKey(chain.run, f"{attempt.folder}/{rank_file(rank)}"), *shards])
         if self._owner.job.world == 1:
-            await tier.drop([key])
+            await tier.drop([key])  # a manifest that was to make way goes first
+        else:
+            await tier.drop([RecordKey(chain.run, f"{attempt.folder}/{rank_file(rank)}"), *shards])
 
     async def _once(self, tier: Tier, goal: Goal) -> Manifest | None:
         chain, attempt = self._chain, goal.attempt
@@ -125,8 +127,11 @@ class FlushWork:
                 return None
             wanted |= there
             await self._make_way(
-                attempt, tier, [s for s in record.shards if any(s.file in record.parts[p] for p in there)]
+                attempt, tier, there, [s for s in record.shards if any(s.file in record.parts[p] for p in there)]
             )
+        elif there := self._clearing.get((attempt, tier.info.name), set()):  # the last try got no further
+            wanted |= there
+            await self._clear(attempt, tier, there)
         files = {file for part in wanted for file in record.parts[part]}
         key = CheckpointKey(chain.run, attempt.folder)
         shards = [shard for shard in record.shards if shard.file in files]
@@ -172,7 +177,7 @@ class FlushWork:
             self._deleter.hurry(tier)  # the next try finds what that has freed
             raise
 
-    async def _make_way(self, attempt: Attempt, tier: Tier, shards: Sequence[ShardRecord]) -> None:
+    async def _make_way(self, attempt: Attempt, tier: Tier, there: set[str], shards: Sequence[ShardRecord]) -> None:
         """Ends the commit of a partial copy, so that more parts can come: a manifest is never replaced.
 
         shards: those of this rank that it has. Raises CorruptData, before anything is removed, if they are not good
@@ -194,18 +199,23 @@ class FlushWork:
         if job.rank == covered[0]:
             for rank in covered[1:]:
                 await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
-            await self._owner.writership.require(tier, attempt.step)
-            # its shards stay, and this try goes on from them; forgotten only afterwards, so that the next try makes way
-            # if this one fails here
-            names = [MANIFEST, *(rank_file(rank) for rank in covered)]
-            await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{name}") for name in names])
-            catalog.remove(attempt, tier)
-            job.store.put(f"{prefix}/made", b"1")
+            await self._clear(attempt, tier, there)
         else:
             job.store.put(f"{prefix}/{job.rank}", b"1")
             what = f"the removal of the partial copy of step {attempt.step} by rank {covered[0]}"
             await wait_for(job.store, f"{prefix}/made", patience_s, what)
             catalog.remove(attempt, tier)
+
+    async def _clear(self, attempt: Attempt, tier: Tier, there: set[str]) -> None:
+        """Removes what commits a copy, on no more of which anything may count; its shards stay, to go on from."""
+        copy, job = (attempt, tier.info.name), self._owner.job
+        await self._owner.writership.require(tier, attempt.step)
+        self._clearing[copy] = there
+        self._chain.catalog.remove(attempt, tier)
+        names = [MANIFEST, *(rank_file(rank) for rank in self._owner.committer.covered(tier))]
+        await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{name}") for name in names])
+        del self._clearing[copy]
+        job.store.put(f"{self._taken_back(attempt, tier)}/way/made", b"1")
 
     async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey], step: int) -> bool:
         """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
