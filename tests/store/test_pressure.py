@@ -10,6 +10,7 @@ import stepwell
 from stepwell.policies.base import Policy
 from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
 from stepwell.policies.retain import Retain
+from stepwell.runtime import Runtime
 from stepwell.settings import Settings
 from stepwell.store import CheckpointStore
 from stepwell.tiers.file import FileTier
@@ -116,3 +117,15 @@ def test_skip_when_host_memory_and_disk_are_behind(tmp_path: Path) -> None:
         first.wait("disk")
         store.save(3, state(3, 2 * SIZE)).wait("disk")
         assert steps(store, "disk") == [1, 3]
+
+
+def test_what_was_taken_back_and_is_asked_for_again_comes_after_what_was_left_is_gone(tmp_path: Path) -> None:
+    far = disk(tmp_path, [Fault("drop", 1, "stall", times=ALWAYS)], name="far")
+    with CheckpointStore("run", [disk(tmp_path, name="near"), far], "w", Settings(), []) as store:
+        store.save(1, state(1)).wait("near")
+        [attempt] = store.catalog.holdings
+        Runtime.get().loop.call_soon_threadsafe(store._writer.work.take_back, attempt, far)
+        eventually(lambda: len(far.hit) == 2)  # the first is that of an old log
+        release_later(far)
+        store.flush(1, "far")
+    assert (stepwell.load(tmp_path / "far" / "run", part="model")["w"] == 1).all()
