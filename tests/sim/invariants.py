@@ -91,8 +91,8 @@ class Invariants:
             else:
                 self._check_kept(folder)
 
-    def acknowledged(self, saved: Saved, tier: str) -> None:
-        """A process was told that its save is on `tier`.
+    def acknowledged(self, saved: Saved, tier: str, *, stood_still: bool) -> None:
+        """A process was told that its save is on `tier`. stood_still: it has for a while, since it was asked to save.
 
         Above the last tier, a writer that has been overtaken without noticing may be told so in vain: it does not ask
         the last tier, which may be stuck. That is the price of saves that no stuck tier holds up.
@@ -116,7 +116,8 @@ class Invariants:
         if attempt.epoch == self.newest_epoch:
             self._check_newest(attempt)
         if not self.counts(attempt):
-            raise Broken(f"{saved} was acknowledged on {tier}, but epoch {self.seen_epoch} has passed it over")
+            kind = Gap if stood_still else Broken
+            raise kind(f"{saved} was acknowledged on {tier}, but epoch {self.seen_epoch} has passed it over")
         self.check_saved(saved)
 
     def node_lost(self) -> None:

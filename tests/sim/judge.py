@@ -5,7 +5,7 @@
 - The last copy above one that is to be verified goes only after that was done, and what was verified was right. One
   that has been written anew since was not verified.
 - A flush is taken back only if as much of a newer checkpoint is on the tier or promised there, and never after it was
-  acknowledged.
+  acknowledged; of a tier that did not answer the last look, nobody knows what is there.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Judge:
         facts = self.facts(process)
         what = f"{process} takes the flush of {attempt.folder} to {tier} back, "
         saved = self.invariants.model.find(attempt.folder)
-        if saved is not None and tier in saved.acked:
+        if saved is not None and tier in saved.acked and tier not in process.catalog.absent:
             raise Broken(what + "although it was acknowledged there")
         known = {fact.attempt: fact for fact in facts}
         goals = process.writer.flushers[tier].goals

@@ -194,7 +194,8 @@ class World:
             if tier not in saved.told and saved.handle.done(tier):
                 saved.told.add(tier)
                 self.note("acknowledged", saved.number, saved.handle.checkpoint, tier)
-                self.invariants.acknowledged(saved, tier)
+                stood_still = process.paused_at >= saved.asked_at
+                self.invariants.acknowledged(saved, tier, stood_still=stood_still)
                 self._check_speed(process, saved, tier)
         saved.settled = len(saved.told) == len(self.setup.kinds)
 
