@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from stepwell import native
 from stepwell.catalog import Catalog, Debris, Holding
 from stepwell.edges import VERIFY
-from stepwell.errors import CorruptData, StepwellError
+from stepwell.errors import CheckpointNotFound, CorruptData, StepwellError
 from stepwell.format.names import DELETED, MANIFEST, RUN_FILE, Attempt, epoch_file, note_file, rank_file, rank_of
 from stepwell.format.records import (
     EpochRecord,
@@ -109,6 +109,8 @@ def verify(ref: Ref, progress: Progress | None = None, report: Report | None = N
 async def _verify(named: Named, progress: Progress, report: Report) -> None:
     async with opened(named) as run:
         pairs = [(attempt, holding) for attempt in run.chosen for holding in run.catalog.holdings[attempt]]
+        if named.place.selected and not pairs:
+            raise CheckpointNotFound("no checkpoint matches", todo="See stepwell ls", path=str(named.place.folder))
         for _, holding in pairs:
             progress.expect(sum(holding.files.values()))
         for attempt, holding in pairs:

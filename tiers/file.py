@@ -21,6 +21,7 @@ from dataclasses import replace
 from stepwell.errors import TierError
 from stepwell.tiers import _folders, _leases, _records
 from stepwell.tiers._books import Books, refusal
+from stepwell.tiers._budget import NodeBudget
 from stepwell.tiers._calls import Locks, PathCalls
 from stepwell.tiers._chunks import Chunks
 from stepwell.tiers._errors import Errors
@@ -61,6 +62,7 @@ class FileTier(Tier):
     path: '~' and relative paths are resolved once, here. A node tier's folder is made if its parent exists;
     a shared tier's never is, since a missing one means that the file system is not mounted.
     capacity_bytes: bound on the shards this tier knows (its own and those that `scan` saw); None: the disk's.
+    siblings: other processes of this node write the same runs there, and the capacity is theirs, too.
     read_only: nothing is ever made, written, locked or probed by writing, but for records in NOTES.
     engine: "auto" takes io_uring where it works. direct: False never uses direct I/O; None uses it where it works.
     reading: "auto" measures whether direct or buffered reading is faster, once per machine and disk.
@@ -75,6 +77,7 @@ class FileTier(Tier):
         scope: Scope = "node",
         survives: Survives = "reboot",
         capacity_bytes: int | None = None,
+        siblings: bool = False,
         read_only: bool = False,
         engine: EngineName = "auto",
         direct: bool | None = None,
@@ -86,6 +89,11 @@ class FileTier(Tier):
         self._calls = PathCalls(name, self.layout.root)
         self._medium = Medium(name, engine, direct, reading, request_bytes, depth)
         self._books = Books(capacity_bytes, ALIGNMENT_BYTES)
+        self._budget = (
+            NodeBudget(self.layout.root, self._calls, capacity_bytes, ALIGNMENT_BYTES)
+            if siblings and capacity_bytes is not None
+            else None
+        )
         self._writers = Writers(self._calls, self._medium)
         self._readers = _leases.Readers(self.layout, self._calls, lambda shard: self._books.lingering.pop(shard, None))
         self._errors = Errors(name, self._writers)
@@ -189,12 +197,15 @@ class FileTier(Tier):
     async def _reserve(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
         async with self._locks.hold(shard):
             await self._discard(shard, keep=resume and self._writers.can_resume(shard, size_bytes))
-            return await self._take_room(shard, path, size_bytes, resume)
+            if self._budget is None:
+                refused = self._books.over_capacity(shard, size_bytes, self.info.name)
+                return refused or await self._take_room(shard, path, size_bytes, resume)
+            run = shard.checkpoint.run
+            async with self._budget.held(run):
+                refused = await self._budget.refusal(run, path, size_bytes, self.info.name)
+                return refused or await self._take_room(shard, path, size_bytes, resume)
 
     async def _take_room(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
-        refused = self._books.over_capacity(shard, size_bytes, self.info.name)
-        if refused:
-            return refused
         committed = self._books.committed.get(shard), self._books.physical.get(shard)
         self._books.reserve(shard, size_bytes)  # before the first await: others must see it
         try:

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.text import Text
 
 from stepwell import listing, refs
 from stepwell.checkpoint import Checkpoint
-from stepwell.cli._output import clean, console, fields_of, print_json, show_table, table
-from stepwell.errors import CheckpointNotFound
+from stepwell.cli._output import clean, console, fields_of, print_json, show_table, table, tell, text_of
+from stepwell.errors import CheckpointNotFound, StepwellError
 from stepwell.listing import Here, RunListing
 from stepwell.places import look_up, run_whole, site_config
 from stepwell.units import format_bytes, format_duration
@@ -22,14 +23,29 @@ METRICS_SHOWN = 3
 
 
 def run(paths: list[str], json: bool) -> None:
-    listed = [_list(path) for path in paths or _here()]
+    """What can be listed is; ends with exit code 1 if something cannot."""
+    listed: list[Listed] = []
+    failed: dict[str, StepwellError | OSError] = {}
+    asked = paths or _here()
+    for path in asked:
+        try:
+            listed.append(_list(path))
+        except (StepwellError, OSError) as error:
+            if len(asked) == 1:
+                raise
+            failed[path] = error
     if json:
-        print_json({"listed": [_document(one) for one in listed]})
-        return
-    for number, one in enumerate(listed):
-        if number:
-            console().print()
-        _print(one, titled=len(listed) > 1)
+        errors = [{"ref": ref, "error": text_of(why)} for ref, why in failed.items()]
+        print_json({"listed": [_document(one) for one in listed], "failed": errors})
+    else:
+        for number, one in enumerate(listed):
+            if number:
+                console().print()
+            _print(one, titled=len(asked) > 1)
+    for why in failed.values():
+        tell(why)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _here() -> list[str]:

@@ -110,6 +110,15 @@ def test_several_paths_are_listed_one_after_the_other(cli: Cli, run: Path, plain
     assert shown.index(str(run)) < shown.index(str(plain))
 
 
+def test_of_several_paths_one_that_is_not_there_hides_no_other(cli: Cli, run: Path, tmp_path: Path) -> None:
+    answer = cli("ls", tmp_path / "nothing", run, "--json")
+    assert answer.code == 1 and "nothing" in answer.err
+    assert [one["run"] for one in answer.json["listed"]] == ["run"]
+    assert [one["ref"] for one in answer.json["failed"]] == [str(tmp_path / "nothing")]
+    shown = cli("ls", tmp_path / "nothing", run)
+    assert shown.code == 1 and "release" in shown.out and "nothing" in shown.err
+
+
 def test_an_empty_folder_is_no_error(cli: Cli, tmp_path: Path) -> None:
     answer = cli("ls", tmp_path)
     assert answer.code == 0 and "no run" in answer.out

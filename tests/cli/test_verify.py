@@ -119,6 +119,11 @@ def test_several_references_each_get_their_answer(cli: Cli, run: Path, plain: Pa
     assert "no such file" in answer.err
 
 
+def test_a_range_that_matches_nothing_was_not_verified(cli: Cli, run: Path) -> None:
+    answer = cli("verify", f"{run}@7..")
+    assert answer.code == 1 and "no checkpoint matches" in answer.err
+
+
 def test_verify_changes_nothing(cli: Cli, run: Path) -> None:
     flip(folder_of(run, 2) / "model.safetensors", 9)
     before = tree(run)
