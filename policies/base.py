@@ -17,8 +17,8 @@ from typing import Protocol
 from stepwell.tiers.base import Chunk, EvictionPolicy, Scope, Survives
 
 __all__ = [
-    "Cancel", "CheckpointView", "Chunk", "Closing", "Committed", "Drop", "Event", "EvictionPolicy", "Flush", "Idle",
-    "Move", "Noted", "Opened", "Policy", "Pressure", "TierView", "View",
+    "Cancel", "CheckpointView", "Chunk", "Closing", "Committed", "Drop", "Event", "Evicted", "EvictionPolicy", "Flush",
+    "Found", "Idle", "Move", "Noted", "Opened", "Policy", "Prefetch", "Pressure", "TierView", "View",
 ]  # fmt: skip
 
 
@@ -59,6 +59,12 @@ class TierView:
     healthy: bool = True
     queued_bytes: int = 0  # waiting to be written there
     idle: bool = False  # nothing is on its way there, and no save is under way
+    evicts: bool = False  # chunks leave it when room is needed: nothing can count on a copy there
+
+    @property
+    def lasting(self) -> bool:
+        """Whether what is there stays until it is deleted."""
+        return self.survives != "nothing" and not self.evicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class View:
     """(checkpoint, tier) of the flushes that are decided and not done -> the parts that must get there; None: all."""
     running: frozenset[tuple[str, str]] = frozenset()  # those of them whose bytes are moving now
     wall: float = 0.0  # seconds since 1970, of this machine; for ages only
+    brought: frozenset[tuple[str, str]] = frozenset()
+    """(checkpoint, tier) of what policies have had prefetched: on its way there, or there without being committed."""
 
     def line(self) -> list[CheckpointView]:
         """The checkpoints that count: not abandoned, lowest step first; of equal steps the one saved first."""
@@ -101,6 +109,19 @@ class View:
             for other in self.line()
             if other.name != checkpoint.name
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A store was opened, for reading or writing, and has found what there is. Only prefetches can follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Of a checkpoint that was prefetched, a part had to give way. Only prefetches can follow."""
+
+    checkpoint: str
+    tier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +163,7 @@ class Closing:
     """The store is being closed: what must still get down?"""
 
 
-Event = Opened | Committed | Idle | Noted | Pressure | Closing
+Event = Found | Evicted | Opened | Committed | Idle | Noted | Pressure | Closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +197,25 @@ class Cancel:
     policy: str = ""
 
 
-Move = Flush | Drop | Cancel
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Bring a checkpoint up to host memory. parts: None for all of it. policy: who says so, for people."""
+
+    checkpoint: str
+    tier: str
+    reason: str
+    parts: tuple[str, ...] | None = None
+    policy: str = ""
+
+
+Move = Flush | Drop | Cancel | Prefetch
 
 
 class Policy(Protocol):
-    """Decides what goes down, what is taken back, what is deleted. One object for each rule of each tier."""
+    """Decides what goes down, what is taken back, what is deleted, what comes up. One object for each rule of a tier.
+
+    One that prefetches has an attribute `looks_ahead`, which is true: it alone hears of `Found` and `Evicted`.
+    """
 
     def decide(self, event: Event, view: View) -> Sequence[Move]:
         """The moves that follow from an event. May repeat what it said before: moves under way are known."""

@@ -12,6 +12,7 @@ Whatever drivers share beyond this contract (throttling, faults, tracing) is a w
 from __future__ import annotations
 
 import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -150,26 +151,45 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk in a tier that evicts. `shard` and `index` say where it belongs."""
+    """One chunk in a tier that evicts. `shard` and `index` say where it belongs; the host arena's `shard` is the hex
+    digest of the shard's key, the same in every process and after a restart."""
 
     key: Hashable
     shard: Hashable
     index: int
     size_bytes: int
+    fetch_s: float = 0.0  # what fetching it again takes, in seconds; 0: nobody has measured it
 
 
 class EvictionPolicy(Protocol):
     """Ranks the chunks of one tier. Told of all that happens to them; chooses, but removes nothing itself."""
 
-    def entered(self, chunk: Chunk) -> None: ...
+    def entered(self, chunk: Chunk) -> None:
+        """A chunk has become resident."""
+        ...
 
-    def used(self, chunk: Chunk) -> None: ...
+    def used(self, chunk: Chunk) -> None:
+        """A chunk was read. One that is not resident is no error."""
+        ...
 
-    def left(self, chunk: Chunk) -> None: ...
+    def left(self, chunk: Chunk) -> None:
+        """A chunk is gone, evicted or dropped. Idempotent."""
+        ...
 
     def victims(self, needed_bytes: int, may_go: Callable[[Chunk], bool]) -> Iterator[Chunk]:
         """Chunks that should go, first to go first, only such as `may_go`, until `needed_bytes` are together
-        or nothing more may go."""
+        or nothing more may go; none twice. Chunks may enter, be used and leave while this runs."""
+        ...
+
+    def state(self) -> Any:
+        """What is worth knowing after a restart, as JSON has it, of bounded size. Of chunks whose `shard` is no text
+        it knows nothing."""
+        ...
+
+    def resume(self, state: Any) -> None:
+        """Goes on from what `state` gave in an earlier process; called first of all. `entered` follows for each chunk
+        that is still there, in any order, and changes nothing of the order remembered. Never raises: what it does not
+        understand, it forgets."""
         ...
 
 
@@ -269,7 +289,8 @@ def tier_error(number: int, what: str, *, todo: str = "", **where: Any) -> TierE
     kind = TierFull if number in _FULL else TierUnavailable if number in _AWAY else TierError
     if kind is TierFull and not todo:
         todo = "Free space or raise the quota; older checkpoints are untouched and the next save tries again"
-    error = kind(f"{what}: {errno.errorcode.get(number, number)}", todo=todo, **where)
+    why = f"{os.strerror(number).lower()} ({errno.errorcode[number]})" if number in errno.errorcode else str(number)
+    error = kind(f"{what}: {why}", todo=todo, **where)
     error.errno = number
     return error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stepwell.policies.base import Cancel, CheckpointView, Committed, Drop, Event, Flush, Opened, Policy, View
+from stepwell.policies.base import Cancel, CheckpointView, Committed, Drop, Event, Flush, Move, Opened, Policy, View
 from stepwell.promises import refusal
 from tests.policies.views import PARTS, TIERS, checkpoint, view
 
@@ -37,7 +37,7 @@ class Core:
                     done += 1
         return done
 
-    def _carry_out(self, move: Flush | Drop | Cancel) -> None:
+    def _carry_out(self, move: Move) -> None:
         key = move.checkpoint, move.tier
         if isinstance(move, Cancel):
             del self.promised[key]
@@ -45,7 +45,7 @@ class Core:
             assert move.parts is None or move.parts == tuple(sorted(move.parts))
             before = self.promised.get(key, frozenset())
             self.promised[key] = None if move.parts is None or before is None else before | frozenset(move.parts)
-        else:
+        elif isinstance(move, Drop):
             promises = [promise for promise in self.promised if promise[0] == move.checkpoint]
             lasting = [promise for promise in promises if self.sources(*promise) - {"host"}]
             self.remove(*key)

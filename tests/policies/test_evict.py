@@ -59,6 +59,24 @@ def test_what_may_not_go_is_passed_over_and_not_counted() -> None:
     assert names(policy.victims(16, lambda c: c.index == 0)) == ["a0", "b0"]
 
 
+def test_a_shard_of_which_nothing_may_go_counts_as_used() -> None:
+    policy = lru(chunk("a", 0), chunk("b", 0), chunk("c", 0))
+    assert names(policy.victims(8, lambda c: c.shard != "a")) == ["b0"]
+    assert names(policy.victims(99, lambda c: True)) == ["b0", "c0", "a0"]
+
+
+def test_what_is_set_aside_is_no_victim_and_keeps_its_place() -> None:
+    policy = lru(chunk("a", 0), chunk("a", 1), chunk("a", 2), chunk("b", 0))
+    for _ in range(2):
+        policy.set_aside(chunk("a", 1))
+    policy.set_aside(chunk("x", 1))
+    policy.bring_back(chunk("x", 1))
+    assert policy.resident_bytes == 32 and names(policy.victims(99, lambda c: True)) == ["a2", "a0", "b0"]
+    for _ in range(2):
+        policy.bring_back(chunk("a", 1))
+    assert names(policy.victims(99, lambda c: True)) == ["a2", "a1", "a0", "b0"]
+
+
 def test_a_chunk_that_enters_again_is_counted_once() -> None:
     policy = lru(chunk("a", 0, 8), chunk("b", 0, 8), chunk("a", 0, 5))
     assert policy.resident_bytes == 13
@@ -139,9 +157,14 @@ class LruBesideModel(RuleBasedStateMachine):
 
     def expected(self, needed: int, may_go: frozenset[int]) -> list[tuple[str, int]]:
         out, total = [], 0
-        for shard in self.recent:
-            for key in sorted((k for k in self.sizes if k[0] == shard), reverse=True):
-                if total < needed and key[1] in may_go:
+        for shard in list(self.recent):
+            if total >= needed:
+                break
+            keys = [k for k in sorted(self.sizes, reverse=True) if k[0] == shard and k[1] in may_go]
+            if not keys:
+                self.touch(shard)
+            for key in keys:
+                if total < needed:
                     out.append(key)
                     total += self.sizes[key]
         return out
