@@ -16,7 +16,7 @@ except ImportError as error:
 from stepwell.native._checksum import crc32c, crc32c_combine, features, force_crc32c
 from stepwell.native._engine_face import Engine, EngineStatistics, probe_uring
 from stepwell.native._jobs import ALIGN_BYTES, BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
-from stepwell.native._memory import Region
+from stepwell.native._memory import Mapping, Region, allocate, fence, give_back, memory_kind
 from stepwell.native.aio import AsyncEngine
 
 __all__ = [
@@ -27,13 +27,18 @@ __all__ = [
     "Engine",
     "EngineStatistics",
     "Job",
+    "Mapping",
     "Op",
     "PieceMap",
     "Region",
     "Ticket",
+    "allocate",
     "crc32c",
     "crc32c_combine",
     "features",
+    "fence",
     "force_crc32c",
+    "give_back",
+    "memory_kind",
     "probe_uring",
 ]

@@ -17,6 +17,7 @@ from stepwell import timeline
 from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, StepwellError, TierUnavailable
 from stepwell.format.names import DELETED, EPOCHS, MANIFEST, Attempt, epoch_file, epoch_of, note_of
 from stepwell.format.records import Manifest, Rewind, Rewound, Seen, decode, encode
+from stepwell.inherited import forget_deleted, forget_overtaken, was_left
 from stepwell.notes import Notes
 from stepwell.tiers.base import NOTES, RecordKey, Tier
 
@@ -76,6 +77,8 @@ class Catalog:
             scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
             await self._read_rewound(scans)
             late = await self._late(scans)
+            for tier, found in zip(self.tiers, scans, strict=True):
+                await forget_overtaken(self.run, tier, found, late)
             holdings: dict[Attempt, list[Holding]] = {}
             debris: list[Debris] = []
             for tier, found in zip(self.tiers, scans, strict=True):
@@ -95,6 +98,7 @@ class Catalog:
                 kept = [h for h in holdings.get(attempt, []) if h.tier is not tier]
                 holdings[attempt] = kept + [h for h in self.holdings[attempt] if h.tier is tier]
                 holdings[attempt].sort(key=lambda h: self.tiers.index(h.tier))
+            await forget_deleted(self.run, holdings, self.absent)
             self.holdings, self.debris = holdings, debris
             self._forget_replaced()
             if self._noted is not None:
@@ -176,7 +180,8 @@ class Catalog:
             listed = {attempt for attempt in older if attempt.folder in seen.attempts}
             unknown = set()
             if seen.alone:  # of what is only on other tiers its writer could not know
-                unknown = {a for a in older if any(a in found for i, found in enumerate(scans) if i != at)}
+                elsewhere = [i for i, tier in enumerate(self.tiers) if i != at and not was_left(tier)]
+                unknown = {a for a in older if any(a in scans[i] for i in elsewhere)}
             late |= older - listed - unknown
             undecided = unknown - listed
             if not undecided:

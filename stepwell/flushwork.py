@@ -168,6 +168,9 @@ class FlushWork:
             raise
         del self._moving[copy]
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
+        if chain.host is not None and tier is not chain.host:
+            for shard_key, _ in sizes:  # of what only memory had, it need not be kept any more
+                chain.host.arena.clean(shard_key)
         return manifest
 
     async def _reserve(self, tier: Tier, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:

@@ -32,7 +32,9 @@ _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
-#: the same of all nodes together
+#: which of them a process is
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+#: the number of ranks on all nodes together
 _WORLD_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
@@ -84,6 +86,13 @@ def free_memory_bytes(root: Path = CGROUP_ROOT, proc: Path = PROC_CGROUP, availa
 def local_ranks(environ: Mapping[str, str] | None = None) -> int:
     """How many ranks of the job share this node, as its launcher says; 1 if it says nothing."""
     return _told(_LOCAL_RANKS, environ)
+
+
+def local_rank(environ: Mapping[str, str] | None = None) -> int:
+    """Which of the node's ranks this process is, as its launcher says; 0 if it says nothing."""
+    environ = os.environ if environ is None else environ
+    told = (environ.get(name, "") for name in _LOCAL_RANK)
+    return next((int(number) for number in told if number.isdecimal()), 0)
 
 
 def world_ranks(environ: Mapping[str, str] | None = None) -> int:

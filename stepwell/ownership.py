@@ -96,13 +96,24 @@ class Ownership:
             self.timeline += sum(rewind.epoch > made.epoch for rewind in catalog.rewound)  # of these it knows nothing
         line = catalog.newest_first()
         self.parent = line[0].folder if line else self._begun_from
-        self.run_id = self.run_id or uuid.uuid4().hex
+        self.run_id = await self._agreed_id(self.run_id or uuid.uuid4().hex)
+        if self.committer.covered(chain.first)[0] == job.rank:
+            await self.write_run_record(chain.first)
+        if chain.host is not None and chain.host.info.survives != "nothing":
+            await self.write_run_record(chain.host)
         if job.leader:
             if self.origin is not None:
                 await self.origin.keep()
                 self.origin.follow(catalog)
-            await self.write_run_record(chain.first)
             self.writership.start_beating()
+
+    async def _agreed_id(self, mine: str) -> str:
+        """The run's id as the leader has it: of a new run, each rank would make up another one."""
+        job, key = self.job, f"{group_of(self._chain, self.job)}/run"
+        if job.leader:
+            job.store.put(key, mine.encode())
+            return mine
+        return (await wait_for(job.store, key, self._chain.settings.rank_timeout_seconds, "the run's id")).decode()
 
     async def write_run_record(self, tier: Tier) -> None:
         record = RunRecord(run_id=self.run_id, made=self._chain.clock.wall(), forked_from=self._begun_from)

@@ -3,9 +3,8 @@
 It is staging pool and cache in one. A slot is *passing* while a chunk goes through it, or *kept*: then it
 holds a chunk of a shard until that is dropped or evicted. A kept chunk that exists nowhere else is *dirty*
 and never evicted; once another tier has committed it, it is clean and goes when room is needed, in the order
-that the eviction policy says. One that *comes* with a prefetch under way makes room only for what is more
-urgent: what the prefetch brings next must not push out what it has just brought. Kept slots leave a part of the
-arena free for staging, so a full cache can block neither a flush nor a restore.
+that the eviction policy says. One that is *pinned* stays whatever happens. Kept slots leave a part of the arena free
+for staging, so a full cache can block neither a flush nor a restore.
 
 Memory is mapped in slices and made ready (populated) in the background as far as it is asked for; a slot is
 handed out as soon as it is ready. It is not registered with the tiers' rings: with huge pages that made no
@@ -17,55 +16,19 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from enum import IntEnum
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from stepwell.errors import StepwellError, TierFull, TierUnavailable
+from stepwell.errors import StepwellError
 from stepwell.native import Region
-from stepwell.tiers._index import Index
+from stepwell.tiers._index import Index, name_of
 from stepwell.tiers._slices import READY_SLOTS, Memory, Slices
-from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy, not_open
+from stepwell.tiers._slots import Priority, Slot, Waiter, closed, no_memory
+from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy
 
 #: the part of an arena that kept chunks leave free, at least two slots and at most this many bytes
 STAGING_SHARE, STAGING_BYTES_MAX = 8, 256 << 20
 SLOTS_MIN = 4
-
-
-class Priority(IntEnum):
-    """Who is served first when slots or an edge are short."""
-
-    RESTORE = 0
-    SNAPSHOT = 1
-    FLUSH = 2
-    PREFETCH = 3
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """One chunk's worth of memory. `users` hold it; `chunk` is what it keeps."""
-
-    index: int
-    address: int
-    users: int = 0
-    kept: bool = False
-    chunk: Chunk | None = None
-    filled: bool = False
-    dirty: bool = False
-    coming: bool = False
-
-    @property
-    def clean(self) -> bool:
-        return self.filled and not self.dirty
-
-
-@dataclass(order=True, slots=True)
-class _Waiter:
-    priority: int
-    number: int
-    kept: bool = field(compare=False)
-    future: asyncio.Future[Slot] = field(compare=False)
 
 
 class Arena:
@@ -90,21 +53,35 @@ class Arena:
             None  # the most slots that may be kept, if it is less than what is not for staging
         )
         self.evicted_bytes = 0
-        self._eviction = eviction
+        self.eviction = eviction
         self.on_evicted = on_evicted
         self._index = Index(self.count)
-        self._memory = Slices(slot_bytes, memory, background, self._made_ready, self._short)
+        self._background = background
+        self._memory = self._slices(memory)
         self._slots: list[Slot] = []  # those that are ready
         self._free: deque[Slot] = deque()
-        self._cached: dict[Hashable, dict[int, Slot]] = {}  # shard -> number of chunk -> slot
+        self._cached: dict[str, dict[int, Slot]] = {}  # name of shard -> number of chunk -> slot
+        self._shards: dict[str, Hashable] = {}  # the keys behind those names, as far as they are known here
         self._by_key: dict[Hashable, Slot] = {}
         self._kept = 0
         self._clean = 0  # slots whose chunk is whole and clean: without one, no victim is looked for
-        self._coming = 0  # those of them that come with a prefetch
-        self._waiting: list[_Waiter] = []
+        self.pinned: Counter[Hashable] = Counter()  # keys of chunks that stay once they are here
+        #: whether a chunk that was read on demand, by its key, is worth pushing out another one
+        self.outranks: Callable[[Hashable, Chunk], bool] = lambda key, other: True
+        self.on_room: Callable[[], object] = lambda: None  # told when there may be more room than before
+        self._waiting: list[Waiter] = []
         self._numbers = itertools.count()
         self._is_short = False  # the system had less memory than the capacity
         self._closed = False
+
+    def _slices(self, memory: Callable[[int], Memory]) -> Slices:
+        """What they tell after others have taken their place is not heard any more."""
+        made = Slices(
+            self.slot_bytes, memory, self._background,
+            lambda addresses: self._made_ready(addresses) if self._memory is made else None,
+            lambda error: self._short(error) if self._memory is made else None,
+        )  # fmt: skip
+        return made
 
     # -- size ----------------------------------------------------------------------------
 
@@ -144,7 +121,8 @@ class Arena:
     @property
     def keepable_bytes(self) -> int:
         """What can be kept more without waiting until something was written down."""
-        return max(0, self.kept_max - self._kept + self._clean) * self.slot_bytes
+        stay = sum((slot := self._by_key.get(key)) is not None and slot.clean for key in self.pinned)
+        return max(0, self.kept_max - self._kept + self._clean - stay) * self.slot_bytes
 
     def grow(self, capacity_bytes: int) -> None:
         """Raises the capacity; memory is made ready when it is needed. Never shrinks."""
@@ -168,10 +146,10 @@ class Arena:
         if self._waiting:
             self._prepare_up_to(len(self._slots) + len(self._waiting) - len(self._free))
 
-    def _made_ready(self, first: int, addresses: list[int]) -> None:
+    def _made_ready(self, addresses: dict[int, int]) -> None:
         if self._closed:
             return
-        slots = [Slot(first + i, address) for i, address in enumerate(addresses)]
+        slots = [Slot(number, address) for number, address in addresses.items()]
         self._slots += slots
         self.count = max(self.count, len(self._slots))  # they were wanted before the system ran short
         self._free.extend(slots)
@@ -184,10 +162,10 @@ class Arena:
         self.count, self._is_short = max(len(self._slots), 1), True
         for waiter in list(self._waiting):
             if waiter.kept or not self._slots:
-                self._refuse(waiter, _no_memory(str(error)))
+                self._refuse(waiter, no_memory(str(error)))
         self._serve()
 
-    def _refuse(self, waiter: _Waiter, error: StepwellError) -> None:
+    def _refuse(self, waiter: Waiter, error: StepwellError) -> None:
         self._waiting.remove(waiter)
         if not waiter.future.done():
             waiter.future.set_exception(error)
@@ -201,15 +179,15 @@ class Arena:
         there may never be one, because those who wait for it keep the others. TierUnavailable once closed.
         """
         if self._closed:
-            raise _closed()
+            raise closed()
         if not self._waiting and (slot := self._take(priority, kept)) is not None:
             return slot
-        waiter = _Waiter(priority, next(self._numbers), kept, asyncio.get_running_loop().create_future())
+        waiter = Waiter(priority, next(self._numbers), kept, asyncio.get_running_loop().create_future())
         bisect.insort(self._waiting, waiter)
         self._serve()
         if kept and self._is_short and not waiter.future.done():
             self._waiting.remove(waiter)
-            raise _no_memory("it has less than was asked for")
+            raise no_memory("it has less than was asked for")
         self._prepare_for_waiting()
         try:
             return await waiter.future
@@ -221,9 +199,9 @@ class Arena:
             raise
 
     def _take(self, priority: int, kept: bool) -> Slot | None:
-        if kept and self._kept >= self.kept_max and not (self._evict(priority) or self._let_pass(priority)):
+        if kept and self._kept >= self.kept_max and not (self._evict() or self._let_pass(priority)):
             return None
-        if not self._free and not (len(self._slots) >= self.count and self._evict(priority)):
+        if not self._free and not (len(self._slots) >= self.count and self._evict()):
             return None
         slot = self._free.popleft()
         slot.users, slot.kept = 1, kept
@@ -238,6 +216,7 @@ class Arena:
             elif (slot := self._take(waiter.priority, waiter.kept)) is not None:
                 self._waiting.remove(waiter)
                 waiter.future.set_result(slot)
+        self.on_room()
 
     def hold(self, slot: Slot) -> None:
         """One user more: it is neither freed nor evicted until it is released as often."""
@@ -254,27 +233,69 @@ class Arena:
 
     def _put_back(self, slot: Slot) -> None:
         self._kept -= slot.kept
-        slot.kept = slot.filled = slot.dirty = slot.coming = False
+        slot.kept = slot.filled = slot.dirty = False
         self._free.appendleft(slot)  # the one used last is warm
+
+    def keep(self, slot: Slot, shard: Hashable, number: int) -> bool:
+        """Lets a slot that only passes keep this chunk, if there is room or a chunk that it `outranks` may go."""
+        assert not slot.kept and slot.users > 0
+        if self._kept >= self.kept_max and not self._evict(self.key(shard, number)):
+            return False
+        slot.kept = True
+        self._kept += 1
+        return True
 
     # -- chunks --------------------------------------------------------------------------
 
-    def place(self, slot: Slot, shard: Hashable, number: int, length: int, *, coming: bool = False) -> bool:
-        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise; or, if it comes from
-        another tier, clean, and only more urgent chunks push it out until `arrived` is called.
+    def key(self, shard: Hashable, number: int) -> tuple[str, int]:
+        """How the eviction policy knows a chunk: alike in every process that knows the shard by this key."""
+        return (name_of(shard), number)
+
+    def _of(self, shard: Hashable) -> dict[int, Slot]:
+        """The shard's chunks that are here or on their way, by number."""
+        return self._cached.get(name_of(shard), {})
+
+    def generation(self, slot: Slot) -> int:
+        """Tells this filling of the slot from all others."""
+        return int(self._index.rows[slot.index]["generation"])
+
+    def going(self, count: int) -> list[Chunk] | None:
+        """The chunks that would go for `count` more that are kept, first to go first; None if that is too many."""
+        short = self._kept + count - self.kept_max
+        if short <= 0:
+            return []
+        found = list(itertools.islice(self._victims(short * self.slot_bytes), short)) if self._clean else []
+        return found if len(found) == short else None
+
+    def pin(self, shard: Hashable, numbers: Iterable[int], times: int = 1) -> None:
+        """These chunks stay once they are here. times: -1 takes it back."""
+        for key in (self.key(shard, number) for number in numbers):
+            self.pinned[key] += times
+            if not self.pinned[key]:
+                del self.pinned[key]
+        self._serve()
+
+    def place(
+        self, slot: Slot, shard: Hashable, number: int, length: int, *, clean: bool = False, fetch_s: float = 0.0
+    ) -> bool:
+        """Says what a kept slot is being filled with. It is dirty until `clean` says otherwise, unless it comes from
+        another tier (clean). fetch_s: the seconds that fetching it again would take; 0.0: not known.
 
         False if the chunk is here or on its way already: the slot then only passes.
         """
         assert slot.kept and slot.chunk is None
-        if number in self._cached.get(shard, {}):
+        if number in self._of(shard):
             slot.kept = False
             self._kept -= 1
+            self._serve()
             return False
-        slot.chunk = Chunk((shard, number), shard, number, self.slot_bytes)
-        slot.dirty, slot.coming = not coming, coming
-        self._cached.setdefault(shard, {})[number] = slot
+        name = name_of(shard)
+        slot.chunk = Chunk((name, number), name, number, self.slot_bytes, fetch_s)
+        slot.dirty = not clean
+        self._cached.setdefault(name, {})[number] = slot
+        self._shards.setdefault(name, shard)
         self._by_key[slot.chunk.key] = slot
-        self._index.filling(slot.index, shard, number, length)
+        self._index.filling(slot.index, name, number, length, dirty=slot.dirty)
         return True
 
     def filled(self, slot: Slot) -> None:
@@ -282,49 +303,59 @@ class Arena:
         if slot.chunk is not None and not slot.filled:
             slot.filled = True
             self._clean += slot.clean
-            self._coming += slot.coming
             self._index.filled(slot.index)
-            self._eviction.entered(slot.chunk)
+            self.eviction.entered(slot.chunk)
+            slot.tell()
 
-    def find(self, shard: Hashable, number: int) -> Slot | None:
-        """The slot that holds this chunk, held once for the caller; None if it is not here (any more)."""
-        slot = self._cached.get(shard, {}).get(number)
+    def arrival(self, shard: Hashable, number: int) -> asyncio.Future[None] | None:
+        """If this chunk is on its way here: what is done once it is here, or will not come."""
+        slot = self._of(shard).get(number)
+        if slot is None or slot.filled:
+            return None
+        slot.arrival = slot.arrival or asyncio.get_running_loop().create_future()
+        return slot.arrival
+
+    def find(self, shard: Hashable, number: int, *, used: bool = True) -> Slot | None:
+        """The slot that holds this chunk, held once for the caller; None if it is not here (any more). used: somebody
+        wants its bytes, so that it is worth keeping; a flush, say, does not."""
+        slot = self._of(shard).get(number)
         if slot is None or not slot.filled:
             return None
         assert slot.chunk is not None
-        self._eviction.used(slot.chunk)
+        if used:
+            self.eviction.used(slot.chunk)
         slot.users += 1
         return slot
 
     def has(self, shard: Hashable, number: int) -> bool:
         """Whether this chunk is here whole."""
-        slot = self._cached.get(shard, {}).get(number)
+        slot = self._of(shard).get(number)
         return slot is not None and slot.filled
+
+    def is_held(self, shard: Hashable, number: int) -> bool:
+        """Whether this chunk is here and somebody works with it."""
+        slot = self._of(shard).get(number)
+        return slot is not None and slot.users > 0
 
     def chunks(self, shard: Hashable) -> set[int]:
         """The numbers of the shard's chunks that are here whole."""
-        return {number for number, slot in self._cached.get(shard, {}).items() if slot.filled}
+        return {number for number, slot in self._of(shard).items() if slot.filled}
 
     def shards(self) -> list[Hashable]:
-        return list(self._cached)
+        """The keys of all shards that have chunks here; names of those whose key is not known."""
+        return [self._shards.get(name, name) for name in self._cached]
 
     def clean(self, shard: Hashable) -> None:
         """Another tier has committed the shard: its chunks may be evicted."""
-        for slot in self._cached.get(shard, {}).values():
+        for slot in self._of(shard).values():
             self._clean += slot.filled and slot.dirty
             slot.dirty = False
-        self._serve()
-
-    def arrived(self, shard: Hashable) -> None:
-        """The prefetch that brought chunks of the shard is over: whatever needs room may push them out."""
-        for slot in self._cached.get(shard, {}).values():
-            self._coming -= slot.filled and slot.coming
-            slot.coming = False
+            self._index.clean(slot.index)
         self._serve()
 
     def drop(self, shard: Hashable) -> None:
         """Forgets the shard's chunks; slots in use become free when they are released."""
-        for slot in list(self._cached.get(shard, {}).values()):
+        for slot in list(self._of(shard).values()):
             self.forget(slot)
         self._serve()
 
@@ -332,24 +363,27 @@ class Arena:
         """Takes a chunk out of the cache; its slot becomes free when nobody uses it."""
         chunk, slot.chunk = slot.chunk, None
         assert chunk is not None
-        held = self._cached[chunk.shard]
+        name = str(chunk.shard)
+        held = self._cached[name]
         del held[chunk.index], self._by_key[chunk.key]
         if not held:
-            del self._cached[chunk.shard]
+            del self._cached[name]
+            self._shards.pop(name, None)
         if slot.filled:
             self._clean -= slot.clean
-            self._coming -= slot.coming
-            self._eviction.left(chunk)
+            self.eviction.left(chunk)
         self._index.free(slot.index)
+        slot.tell()
         if slot.users == 0:
             self._put_back(slot)
 
-    def _evict(self, priority: int) -> bool:
-        """Frees one slot of a clean chunk; False if there is none that may go for this."""
-        spare_coming = priority >= Priority.PREFETCH
-        if self._clean <= (self._coming if spare_coming else 0):
+    def _evict(self, for_key: Hashable | None = None) -> bool:
+        """Frees one slot of a clean chunk; False if there is none that may go, or `for_key` is not worth the first."""
+        if not self._clean:
             return False
-        for chunk in self._victims(self.slot_bytes, spare_coming):
+        for chunk in self._victims(self.slot_bytes):
+            if for_key is not None and not self.outranks(for_key, chunk):
+                return False
             self._push_out(chunk)
             return True
         return False
@@ -357,9 +391,9 @@ class Arena:
     def _let_pass(self, priority: int) -> bool:
         """Frees no slot, but the room of a clean chunk that somebody works with: it leaves the cache, and its slot
         only passes from now on. Else a flush that hangs would keep room that was promised to a save."""
-        if not self._free:
+        if not self._free or priority >= Priority.PREFETCH:
             return False
-        for chunk in self._victims(self.slot_bytes, priority >= Priority.PREFETCH, in_use=True):
+        for chunk in self._victims(self.slot_bytes, in_use=True):
             slot = self._by_key[chunk.key]
             self._push_out(chunk)
             slot.kept = False
@@ -368,18 +402,17 @@ class Arena:
         return False
 
     def _push_out(self, chunk: Chunk) -> None:
+        shard = self._shards.get(str(chunk.shard), chunk.shard)
         self.forget(self._by_key[chunk.key])
         self.evicted_bytes += self.slot_bytes
-        self.on_evicted(chunk.shard)
+        self.on_evicted(shard)
 
-    def _victims(self, needed_bytes: int, spare_coming: bool, *, in_use: bool = False) -> Iterator[Chunk]:
+    def _victims(self, needed_bytes: int, *, in_use: bool = False) -> Iterator[Chunk]:
         def may_go(chunk: Chunk) -> bool:
             slot = self._by_key.get(chunk.key)
-            if slot is None or not slot.clean or (slot.users > 0) is not in_use:
-                return False
-            return not (slot.coming and spare_coming)
+            return slot is not None and slot.clean and (slot.users > 0) is in_use and chunk.key not in self.pinned
 
-        return self._eviction.victims(needed_bytes, may_go)
+        return self.eviction.victims(needed_bytes, may_go)
 
     # -- the end -------------------------------------------------------------------------
 
@@ -392,7 +425,7 @@ class Arena:
         TierUnavailable. Idempotent."""
         self._closed = True
         for waiter in list(self._waiting):
-            self._refuse(waiter, _closed())
+            self._refuse(waiter, closed())
         if not self._memory.stop() or self.in_use:
             return False
         self._memory.close()
@@ -403,11 +436,3 @@ class Arena:
 
     def __repr__(self) -> str:
         return f"<Arena of {self.count} slots of {self.slot_bytes} bytes: {self._kept} kept, {self.in_use} in use>"
-
-
-def _no_memory(why: str) -> TierFull:
-    return TierFull(f"the host arena got no memory: {why}", todo="Free memory or give it less")
-
-
-def _closed() -> TierUnavailable:
-    return not_open("host", "closed")

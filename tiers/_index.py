@@ -11,9 +11,12 @@ import hashlib
 import os
 from collections.abc import Hashable
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from stepwell.native import fence
 
 ROW = np.dtype(
     [
@@ -23,7 +26,8 @@ ROW = np.dtype(
         ("length", "<u4"),  # bytes of it that count
         ("owner", "<u4"),  # process id of who fills it
         ("state", "u1"),  # SlotState
-        ("pad", "V3"),
+        ("dirty", "u1"),  # 1: no other tier has it yet
+        ("pad", "V2"),
     ]
 )
 assert ROW.itemsize == 40
@@ -52,23 +56,34 @@ class Index:
         rows[: len(self.rows)] = self.rows
         self.rows = rows
 
-    def filling(self, slot: int, shard: Hashable, chunk: int, length: int) -> None:
+    def filling(self, slot: int, name: str, chunk: int, length: int, *, dirty: bool = True) -> None:
+        """A free slot gets a chunk of the shard of that name."""
         row = self.rows[slot]
         row["generation"] += 1
-        row["shard"] = np.void(digest(shard))
-        row["chunk"], row["length"], row["owner"], row["state"] = chunk, length, self._pid, SlotState.FILLING
+        row["shard"] = np.void(bytes.fromhex(name))
+        row["chunk"], row["length"], row["owner"], row["dirty"] = chunk, length, self._pid, dirty
+        row["state"] = SlotState.FILLING
 
     def filled(self, slot: int) -> None:
+        """Its bytes are there; so is all that the row says of them. A kill at any moment leaves it right."""
         assert self.rows[slot]["state"] == SlotState.FILLING
+        fence()
         self.rows[slot]["state"] = SlotState.FILLED
 
+    def clean(self, slot: int) -> None:
+        """Another tier has the chunk, too."""
+        self.rows[slot]["dirty"] = False
+
     def free(self, slot: int) -> None:
+        """Before anything else is put there."""
         self.rows[slot]["state"] = SlotState.FREE
+        fence()
 
     def state(self, slot: int) -> SlotState:
         return SlotState(int(self.rows[slot]["state"]))
 
 
-def digest(shard: Hashable) -> bytes:
-    """16 bytes that stand for a shard's key."""
-    return hashlib.blake2b(str(shard).encode("utf-8", "surrogateescape"), digest_size=16).digest()
+@lru_cache(maxsize=1024)
+def name_of(shard: Hashable) -> str:
+    """What stands for a shard's key in every process: 32 hexadecimal digits."""
+    return hashlib.blake2b(str(shard).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -42,6 +42,14 @@ class InMemory(Tier):
     def _check_whole(self, reservation: Reservation) -> None:
         """Raises TierError if a reserved shard cannot be committed."""
 
+    def _store(self, record: RecordKey, data: bytes, shards: Sequence[Reservation] = ()) -> None:
+        """Keeps a record, which commits these shards. Raises TierError; nothing has changed then."""
+        self._records[record] = data
+
+    def _strike(self, record: RecordKey) -> None:
+        """Keeps it no more. Idempotent."""
+        self._records.pop(record, None)
+
     def _check_open(self) -> None:
         if self._closed:
             raise not_open(self.info.name, "closed")
@@ -71,9 +79,9 @@ class InMemory(Tier):
             self._check_whole(each)
         if not shards:
             self._check_something_to_commit(record)
+        self._store(record, bytes(data), shards)
         for each in shards:
             self._books.commit(each.shard)
-        self._records[record] = bytes(data)
         return True
 
     def _check_something_to_commit(self, record: RecordKey) -> None:
@@ -84,7 +92,7 @@ class InMemory(Tier):
 
     async def beat(self, record: RecordKey, data: bytes) -> None:
         self._check_open()
-        self._records[check_record(record)] = bytes(data)
+        self._store(check_record(record), bytes(data))
 
     async def abort(self, reservation: Reservation) -> None:
         self._check_open()
@@ -95,7 +103,7 @@ class InMemory(Tier):
         self._check_open()
         for key in what:
             if isinstance(key, RecordKey):
-                self._records.pop(check_record(key), None)
+                self._strike(check_record(key))
             elif isinstance(key, ShardKey):
                 self._remove(check_shard(key))
             else:
@@ -108,7 +116,7 @@ class InMemory(Tier):
 
     def _drop_records(self, checkpoint: CheckpointKey) -> None:
         for record in self._records_of(checkpoint):
-            del self._records[record]
+            self._strike(record)
 
     def _records_of(self, checkpoint: CheckpointKey) -> list[RecordKey]:
         inside = f"{checkpoint.attempt}/"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 #: slots made ready together: small enough that the first are there soon, large enough to be few calls
@@ -33,11 +36,11 @@ class Slices:
         slot_bytes: int,
         memory: Callable[[int], Memory],
         background: bool,
-        on_ready: Callable[[int, list[int]], None],
+        on_ready: Callable[[dict[int, int]], None],
         on_short: Callable[[OSError], None],
     ) -> None:
-        """background: by a thread of its own. on_ready: told the first slot's number and the slots' addresses;
-        on_short: that the system has no more memory, for now."""
+        """background: by a thread of its own. on_ready: told the addresses of slots by their numbers; on_short: that
+        the system has no more memory, for now."""
         self._slot_bytes, self._memory, self._background = slot_bytes, memory, background
         self._on_ready, self._on_short = on_ready, on_short
         self._per_slice = SLICE_BYTES // slot_bytes
@@ -45,14 +48,27 @@ class Slices:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._made, self._wanted = 0, 0  # slots made ready, which the loop may not know of yet; slots to make ready
+        self._next = 0  # the number of the slot that is made next, unless it was found
+        self._found: set[int] = set()
+        self._to_enter: deque[int] = deque()  # those of them that are slow to touch yet
         self._preparing = self._closed = False
+
+    def find(self, numbers: Collection[int]) -> dict[int, int]:
+        """Slots that were made by an earlier process, and keep what they hold: their addresses. Before all others;
+        they are counted with those that are ready."""
+        assert self._made == 0 and not self._preparing
+        for number in numbers:
+            self._map(number)
+        self._found, self._made = set(numbers), len(numbers)
+        self._to_enter.extend(sorted(numbers))
+        return {number: self._address(number) for number in numbers}
 
     def prepare_up_to(self, count: int) -> None:
         """Sees to it that so many slots are ready, or are being made so."""
         self._loop = asyncio.get_running_loop()
         with self._lock:
             self._wanted = max(self._wanted, count)
-            if self._preparing or self._closed or self._wanted <= self._made:
+            if self._preparing or self._closed or (self._wanted <= self._made and not self._to_enter):
                 return
             self._preparing = True
         if self._background:
@@ -67,35 +83,55 @@ class Slices:
         """Makes slots ready until as many are as are wanted. A thread of its own."""
         while True:
             with self._lock:
-                first = self._made
-                last = min(first + READY_SLOTS, self._wanted)
-                if first >= last or self._closed:
+                entering = [self._to_enter.popleft() for _ in range(min(READY_SLOTS, len(self._to_enter)))]
+                numbers = [] if entering else self._following(min(READY_SLOTS, self._wanted - self._made))
+                if self._closed or not (entering or numbers):
                     self._preparing = False
                     return
-            ready: list[int] = []
+            for number in entering:
+                self._enter(number)
+            ready: dict[int, int] = {}
             failure: OSError | None = None
             try:
-                for number in range(first, last):
-                    ready.append(self._make(number))
+                for number in numbers:
+                    ready[number] = self._make(number)
             except OSError as error:
                 failure = error
             with self._lock:
-                self._made = first + len(ready)
+                self._made += len(ready)
+                self._next = max(ready, default=self._next - 1) + 1
                 if failure is not None:
                     self._preparing, self._wanted = False, self._made
             if ready:
-                self._tell(self._on_ready, first, ready)
+                self._tell(self._on_ready, ready)
             if failure is not None:
                 self._tell(self._on_short, failure)
                 return
 
+    def _following(self, count: int) -> list[int]:
+        """The numbers of the slots that are made next."""
+        free = (number for number in itertools.count(self._next) if number not in self._found)
+        return list(itertools.islice(free, max(0, count)))
+
     def _make(self, number: int) -> int:
-        at, within = divmod(number, self._per_slice)
-        if at == len(self._slices):
+        self._map(number).populate(number % self._per_slice * self._slot_bytes, self._slot_bytes)
+        return self._address(number)
+
+    def _enter(self, number: int) -> None:
+        enter = getattr(self._map(number), "enter", None)
+        if enter is not None:
+            with contextlib.suppress(OSError):  # then it is slow, and whoever reads it will see what is wrong
+                enter(number % self._per_slice * self._slot_bytes, self._slot_bytes)
+
+    def _map(self, number: int) -> Memory:
+        """The slice of a slot; with all before it."""
+        while len(self._slices) <= number // self._per_slice:
             # a whole slice even if the arena is smaller now: it may grow, and untouched memory costs nothing
             self._slices.append(self._memory(self._per_slice * self._slot_bytes))
-        self._slices[at].populate(within * self._slot_bytes, self._slot_bytes)
-        return self._slices[at].address + within * self._slot_bytes
+        return self._slices[number // self._per_slice]
+
+    def _address(self, number: int) -> int:
+        return self._map(number).address + number % self._per_slice * self._slot_bytes
 
     def _tell(self, call: Callable[..., None], *args: object) -> None:
         if not self._background:

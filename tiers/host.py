@@ -14,14 +14,16 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from stepwell.errors import TierError
 from stepwell.native import Region
-from stepwell.tiers._arena import Arena, Priority, Slot
+from stepwell.tiers._arena import Arena
 from stepwell.tiers._books import Books
 from stepwell.tiers._inmemory import InMemory
 from stepwell.tiers._paths import check_shard
 from stepwell.tiers._slices import Memory
+from stepwell.tiers._slots import Priority, Slot
 from stepwell.tiers.base import (
     CHUNK_BYTES,
     CheckpointKey,
@@ -51,6 +53,8 @@ _abandoned: list[Arena] = []  # memory that a hung device may still write to sta
 class HostTier(InMemory):
     """An arena of `capacity_bytes` of private memory. None: it starts small, and keeps no more than `grow` says."""
 
+    _ARENA: ClassVar[type[Arena]] = Arena
+
     def __init__(
         self,
         eviction: EvictionPolicy,
@@ -65,7 +69,7 @@ class HostTier(InMemory):
         """chunk_bytes, memory, background: as `Arena` takes them. ahead: a capacity that is given is taken from the
         system at the start, not when it is needed."""
         self.grows, self._ahead = capacity_bytes is None, ahead
-        self.arena = Arena(
+        self.arena = self._ARENA(
             capacity_bytes or FIRST_BYTES,
             eviction,
             slot_bytes=chunk_bytes,
@@ -108,14 +112,19 @@ class HostTier(InMemory):
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether shards of these sizes can be kept together, once nothing else is promised."""
-        return sum(self._slots(size) for size in sizes) <= self.arena.kept_max
+        return sum(self._slots(size) for size in sizes) <= self.arena.kept_max - len(self.arena.pinned)
+
+    @property
+    def promised_slots(self) -> int:
+        """Slots that shards on their way here were promised."""
+        return sum(self._slots(size) for size in self._books.reserved.values())
 
     # -- going down ----------------------------------------------------------------------
 
     async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
         self._check_new(shard, size_bytes)
         promised = sum(self._slots(size) for other, size in self._books.reserved.items() if other != shard)
-        free = self.arena.kept_max - promised
+        free = self.arena.kept_max - len(self.arena.pinned) - promised
         if self._slots(size_bytes) > free:
             free_bytes = max(0, free) * self.arena.slot_bytes
             detail = (
@@ -256,7 +265,9 @@ class HostTier(InMemory):
             if check_shard(shard) not in self._books.committed and shard not in self._books.reserved:
                 raise self._missing(shard)
         held = [
-            (shard, number, self.arena.find(shard, number)) for shard in shards for number in self.arena.chunks(shard)
+            (shard, number, self.arena.find(shard, number, used=False))
+            for shard in shards
+            for number in self.arena.chunks(shard)
         ]
         return _HostLease(self, [(shard, number, slot) for shard, number, slot in held if slot is not None])
 

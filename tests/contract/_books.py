@@ -36,6 +36,7 @@ class Model:
     committed: dict[ShardKey, bytes]
     written: dict[ShardKey, bytes]
     manifests: set[CheckpointKey]
+    before_bytes: int = 0  # of other runs
 
     def shard(self, attempt: int, name: int) -> ShardKey:
         return ShardKey(CheckpointKey(self.run, f"step-{attempt}"), f"{name}.safetensors")
@@ -93,7 +94,8 @@ class Model:
             assert place.peek(shard) == data
         sizes = [each.size_bytes for each in self.reserved.values()]
         assert tier.usage().in_flight_bytes == sum(sizes)
-        assert tier.usage().logical_bytes == sum(sizes) + sum(map(len, self.committed.values()))
+        here_bytes = sum(sizes) + sum(map(len, self.committed.values()))
+        assert tier.usage().logical_bytes == self.before_bytes + here_bytes
 
 
 OPERATIONS = st.lists(
@@ -193,6 +195,7 @@ class BooksContract:
             model = Model(f"run-{number}", {}, {}, {}, set())
 
             async def scenario(tier: Tier) -> None:
+                model.before_bytes = tier.usage().logical_bytes
                 for name, *arguments in operations:
                     await getattr(model, name)(tier, *arguments)
                     await model.check(tier, place)

@@ -41,7 +41,7 @@ class HostPlace(Place):
 
     def slots(self, shard: ShardKey) -> dict[int, int]:
         """Number of chunk -> address, from the arena's own table."""
-        return {number: slot.address for number, slot in self.tier.arena._cached.get(shard, {}).items()}
+        return {number: slot.address for number, slot in self.tier.arena._of(shard).items()}
 
     def peek(self, shard: ShardKey) -> bytes | None:
         size = self.size(shard)

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stepwell.errors import TierFull, TierUnavailable
 from stepwell.policies.evict import LRU
-from stepwell.tiers._arena import Arena, Priority, Slot
+from stepwell.tiers._arena import Arena
 from stepwell.tiers._index import SlotState
+from stepwell.tiers._slots import Priority, Slot
 
 SLOT_BYTES = 4096
 SHARDS = ("a", "b", "c")
@@ -87,7 +88,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def notice_evictions(self) -> None:
         for key in list(self.placed):
             slot = self.placed[key]
-            if slot.chunk is None or slot.chunk.key != key:
+            if slot.chunk is None or slot.chunk.key != self.arena.key(*key):
                 assert key in self.whole and key in self.clean_chunks, f"{key} was evicted while dirty"
                 assert key[0] in self.evicted
                 self.forget(key)
@@ -148,11 +149,10 @@ class ArenaMachine(RuleBasedStateMachine):
         if slot in self.dropped():
             return
         new = self.arena.place(slot, shard, number, 100)
-        assert new == ((shard, number) not in self.placed)
+        assert new == ((shard, number) not in self.placed) and (new or not slot.kept)
         if new:
             self.placed[shard, number] = slot
-        else:
-            assert not slot.kept
+        self.turn()
 
     def dropped(self) -> list[Slot]:
         """Kept slots in use whose chunk was dropped: filled once, they are not placed again."""

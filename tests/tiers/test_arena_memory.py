@@ -6,7 +6,8 @@ import asyncio
 import threading
 
 from stepwell.policies.evict import LRU
-from stepwell.tiers._arena import Arena, Priority
+from stepwell.tiers._arena import Arena
+from stepwell.tiers._slots import Priority
 
 SLOT_BYTES = 1 << 20
 

@@ -1,0 +1,105 @@
+"""Files in memory, mapped by several: made ready, given back, never a SIGBUS, and not for forked children."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepwell.native import Mapping, allocate, give_back, memory_kind
+from tests.mounts import tmpfs
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    """An empty file of a tmpfs of 4 MiB."""
+    with tmpfs(tmp_path / "small", 4) as place:
+        made = os.open(place / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        yield made
+        os.close(made)
+
+
+def test_what_one_writes_the_other_reads(fd: int) -> None:
+    with Mapping(fd, 0, 64 * MIB) as mine, Mapping(fd, 0, 64 * MIB, writable=False) as theirs:
+        mine.populate(MIB, MIB)
+        assert os.fstat(fd).st_size == 2 * MIB and os.fstat(fd).st_blocks * 512 == MIB
+        mine.view(MIB, 5)[:] = b"hello"
+        theirs.enter(MIB, MIB)
+        assert bytes(theirs.view(MIB, 6)) == b"hello\0"
+        with Mapping(fd, MIB, MIB) as part:
+            assert bytes(part.view(0, 5)) == b"hello"
+
+
+def test_memory_made_ready_again_is_new(fd: int) -> None:
+    with Mapping(fd, 0, MIB) as mapping:
+        mapping.populate(0, MIB)
+        mapping.view(0, 5)[:] = b"hello"
+        mapping.populate(0, MIB)
+        assert bytes(mapping.view(0, 5)) == bytes(5)
+        give_back(fd, 0, MIB)
+        assert os.fstat(fd).st_blocks == 0 and os.fstat(fd).st_size == MIB
+
+
+def test_a_full_mount_is_an_error_and_no_signal(fd: int) -> None:
+    with Mapping(fd, 0, 64 * MIB) as mapping:
+        mapping.populate(0, 2 * MIB)
+        with pytest.raises(OSError) as full:
+            mapping.populate(2 * MIB, 8 * MIB)
+        assert full.value.errno == errno.ENOSPC
+        with pytest.raises(OSError) as full:
+            allocate(fd, 2 * MIB, 8 * MIB)
+        assert full.value.errno == errno.ENOSPC
+        with pytest.raises(OSError) as beyond:
+            mapping.enter(32 * MIB, MIB)
+        assert beyond.value.errno == errno.EFAULT
+    with pytest.raises(ValueError, match="closed"):
+        mapping.populate(0, MIB)
+
+
+def test_what_cannot_be_mapped_says_so(fd: int) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        Mapping(-1, 0, MIB)
+    with pytest.raises(OSError, match="Invalid argument"):
+        Mapping(fd, 1, MIB)
+
+
+def test_memory_is_told_from_disks(fd: int, tmp_path: Path) -> None:
+    assert memory_kind(fd) == ("tmpfs", os.sysconf("SC_PAGESIZE"))
+    disk = os.open(tmp_path, os.O_RDONLY)
+    assert memory_kind(disk)[0] in ("", "tmpfs")
+    os.close(disk)
+    with pytest.raises(OSError):
+        memory_kind(-1)
+
+
+FORK = """
+import mmap, os, sys
+from stepwell.native import Mapping
+fd = os.memfd_create("arena")
+mapping = Mapping(fd, 0, 1 << 20)
+mapping.populate(0, 1 << 20)
+def mapped():
+    return any("memfd:arena" in line for line in open("/proc/self/maps"))
+assert mapped()
+if os.fork() == 0:
+    assert not mapped()
+    other = mmap.mmap(-1, 1 << 20)
+    other[:] = b"x" * (1 << 20)
+    del mapping  # must not take what may lie there now
+    os._exit(other[0] != ord("x"))
+_, status = os.wait()
+mapping.view(0, 1)[:] = b"y"
+sys.exit(status != 0)
+"""
+
+
+def test_a_forked_child_does_not_have_it_and_frees_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
