@@ -29,8 +29,8 @@ LATE_S = 0.1
 #: an operation that takes longer is reported as stuck: any disk moves its whole queue in less
 STUCK_S = 20.0
 
-#: ends of edges that are no tiers: the state's memory, an arena that keeps nothing, checksums only
-STATE, STAGING, VERIFY = "state", "staging", "verify"
+#: ends of edges that are no tiers: the state's memory, an arena that keeps nothing, checksums only, another process
+STATE, STAGING, VERIFY, NEIGHBOUR = "state", "staging", "verify", "neighbour"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,12 @@ class Turn:
         """Gives the room back. moved: whether the bytes got where they should. Idempotent."""
         if self._number >= 0:
             self._edge._leave(self._number, self.size_bytes, moved)
+            self._number = -1
+
+    def give_back(self) -> None:
+        """As `leave`, for a turn that was not used after all. Idempotent."""
+        if self._number >= 0:
+            self._edge._leave(self._number, self.size_bytes, None)
             self._number = -1
 
     def __enter__(self) -> Turn:
@@ -173,10 +179,10 @@ class Edge:
             self._busy_s += max(now, self._passed_at) - self._busy_since
             self._busy_since = None
 
-    def _leave(self, number: int, size_bytes: int, moved: bool) -> None:
+    def _leave(self, number: int, size_bytes: int, moved: bool | None) -> None:
         self._in_flight_bytes -= size_bytes
         self._moved_bytes += size_bytes if moved else 0
-        self._failed += not moved
+        self._failed += moved is False
         del self._since[number]
         self.admit()
 

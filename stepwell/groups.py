@@ -1,11 +1,9 @@
-"""Tasks that outlive whoever started them, and what tasks share: errors, room, a countdown."""
+"""Tasks that outlive whoever started them, and what tasks share: errors, a countdown."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from stepwell.tiers.base import ShardKey
@@ -72,40 +70,6 @@ class Group:
             await asyncio.wait(self._running)
         if self._errors:
             raise self._errors[0]
-
-
-class Room:
-    """So much that is promised to work that must hold all of its share to come to an end, first come, first served."""
-
-    def __init__(self, size: Callable[[], int]) -> None:
-        """size: asked each time; one who wants more than that alone gets it once nobody else has any."""
-        self._size, self._taken = size, 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def held(self, share: int) -> AsyncIterator[None]:
-        """Waits until there is so much beside what others hold."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((share, turn))
-        self._serve()
-        try:
-            await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._taken -= share
-            else:
-                self._waiting.remove((share, turn))
-            self._serve()
-
-    def _serve(self) -> None:
-        while self._waiting and (not self._taken or self._taken + self._waiting[0][0] <= self._size()):
-            share, turn = self._waiting[0]
-            if turn.cancelled():
-                return  # who waited there takes itself out
-            self._waiting.popleft()
-            self._taken += share
-            turn.set_result(None)
 
 
 class Countdown:

@@ -10,43 +10,28 @@ up stops feeding and leaves the tasks that run to finish.
 from __future__ import annotations
 
 import asyncio
-import errno
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from stepwell.edges import STAGING, VERIFY, Edge, Edges, Turn
-from stepwell.errors import CorruptData, StepwellError, TierError, TierFull
-from stepwell.groups import Countdown, Group, Room, Tasks
+from stepwell.edges import VERIFY, Edge, Turn
+from stepwell.errors import CorruptData, StepwellError, TierFull
+from stepwell.fetching import Fetching
+from stepwell.groups import Countdown, Group
 from stepwell.native import BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
 from stepwell.ranges import Read
-from stepwell.reading import Caller, Crcs, Healing, Reading
+from stepwell.reading import Crcs, Healing, Reading
 from stepwell.tiers.base import ChunkIO, ShardKey, Tier
-from stepwell.tiers.host import Arena, HostTier, Priority, Slot
-
-#: what a read fails with if the file is gone or too short: no later one fares better
-_NOT_THERE = {errno.ENOENT, errno.EINVAL}
-
-
-class Then(Protocol):
-    """What happens with a read's good bytes, which are at `address` until it returns."""
-
-    def __call__(self, read: Read, address: int, /) -> Awaitable[None]: ...
+from stepwell.tiers.host import Priority, Slot
 
 
 class Source(Protocol):
     """Where a shard's bytes come from: the state's memory."""
 
     def pieces(self, start: int, stop: int) -> PieceMap: ...
-
-
-class Copier(Protocol):
-    """The native engine that copies and checksums, under asyncio."""
-
-    def start(self, jobs: Sequence[Job]) -> list[asyncio.Future[Done]]: ...
 
 
 @dataclass(slots=True)
@@ -62,50 +47,15 @@ class ShardJob:
         self.crcs = np.zeros(-(-self.size // BLOCK_BYTES), np.uint32)
 
 
-class Mover:
+class Mover(Fetching):
     """Moves chunks with one copier engine and the slots of one arena.
 
     host: the tier whose arena it is, if checkpoints are kept there; else the arena is only for staging.
     """
 
-    def __init__(self, copier: Copier, arena: Arena, host: HostTier | None = None) -> None:
-        self.copier, self.arena, self.host = copier, arena, host
-        self.edges = Edges(arena)
-        self._tasks = Tasks()
-        self._scattering: set[asyncio.Future[Done]] = set()
-        self.coming = Room(lambda: arena.kept_max)  # slots promised to prefetches
-
     async def settled(self, keys: Iterable[ShardKey]) -> None:
         """Returns once no chunk of these shards is on its way: then their files may be closed."""
         await self._tasks.settled(keys)
-
-    async def leave(self, caller: Caller) -> None:
-        """The caller gives up: when this returns, nothing more is put into its memory. Waits for no tier."""
-        caller.gone = True
-        if self._scattering:
-            await asyncio.wait(set(self._scattering))
-
-    def _edge(self, source: str, target: str, priority: Priority, write_limit: float | None = None) -> Edge:
-        background = priority >= Priority.FLUSH
-        return self.edges.between(source, target, background=background, write_limit=write_limit)
-
-    def _edge_of(self, reading: Reading, read: Read) -> Edge:
-        """The edge that a read takes: from the arena if that has the chunk, else from the nearest tier."""
-        tier = None
-        if not self.arena.has(reading.known_as, read.start // self.arena.slot_bytes):
-            tier = reading.first(self.host)
-        return self.edges.between(
-            self._here if tier is None else tier.info.name,
-            reading.target,
-            background=reading.priority >= Priority.FLUSH,
-            sparing=tier is not None,
-            write_limit=reading.write_limit,
-            read_limit=None if tier is None or reading.write_limit is not None else tier.info.read_bytes_per_s,
-        )
-
-    @property
-    def _here(self) -> str:
-        return self.host.info.name if self.host is not None else STAGING
 
     # -- down: state -> slots -> tier ------------------------------------------------------
 
@@ -146,14 +96,6 @@ class Mover:
                 pass
         turn = await edge.enter(length, Priority.SNAPSHOT)
         return await self._slot(turn, Priority.SNAPSHOT), turn
-
-    async def _slot(self, turn: Turn, priority: Priority, kept: bool = False) -> Slot:
-        """A slot for who has its turn already."""
-        try:
-            return await self.arena.acquire(priority, kept=kept)
-        except BaseException:
-            turn.leave(False)
-            raise
 
     async def _put_chunk(
         self, tier: Tier, edge: Edge, shard: ShardJob, start: int, slot: Slot, turn: Turn | None,
@@ -199,128 +141,6 @@ class Mover:
         )  # fmt: skip
         [copying] = self.copier.start([job])
         return copying
-
-    # -- up: tiers -> slots -> memory ------------------------------------------------------
-
-    async def get(
-        self, reading: Reading, reads: Iterable[Read], then: Then | None = None, *, kept: bool = False
-    ) -> None:
-        """Tiers -> slots -> memory, each read from the nearest tier that has good bytes for it.
-
-        A chunk that the arena holds is taken from there. then: called with each read and the address of its
-        good bytes, which are valid until it returns. kept: the chunks stay in the arena, for a prefetch; reads
-        are then whole chunks. Raises CorruptData if a block is good on no tier, after all running reads have ended.
-        """
-        group = Group(self._tasks)
-        for read in reads:
-            if group.failed:
-                break
-            try:
-                operation = await self._next(reading, read, then, kept)
-            except StepwellError as error:
-                group.fail(error)
-                break
-            reading.caller.note(group.start(reading.key, operation))
-        await group.end()
-
-    async def _next(self, reading: Reading, read: Read, then: Then | None, kept: bool) -> Coroutine[Any, Any, None]:
-        """The operation for a read, once there is room for it on its edge and a slot."""
-        turn = await self._edge_of(reading, read).enter(read.length, reading.priority)
-        number = read.start // self.arena.slot_bytes
-        held = self.arena.find(reading.known_as, number) if reading.from_memory else None
-        if held is not None:
-            return self._get_held(reading, read, held, turn, then)
-        slot = await self._slot(turn, reading.priority, kept)
-        return self._get_read(reading, read, slot, turn, then)
-
-    async def _get_held(self, reading: Reading, read: Read, slot: Slot, turn: Turn, then: Then | None) -> None:
-        """From the arena: verified when it was filled. Owns slot and turn until it ends."""
-        address = slot.address + read.start % self.arena.slot_bytes
-        try:
-            with turn:
-                if reading.pieces is not None:
-                    await self._scatter(reading, read, address, None)
-                if then is not None:
-                    await then(read, address)
-            reading.healing.took(self._here, read.length)
-        finally:
-            self.arena.release(slot)
-
-    async def _get_read(self, reading: Reading, read: Read, slot: Slot, turn: Turn, then: Then | None) -> None:
-        """From the tiers. Owns slot and turn until it ends."""
-        try:
-            with turn:
-                if slot.kept:
-                    number = read.start // self.arena.slot_bytes
-                    self.arena.place(slot, reading.known_as, number, read.length, coming=True)
-                todo = [read]
-                for tier in reading.tiers:
-                    if tier is self.host:
-                        continue  # what it holds was looked for in the arena
-                    rest: list[Read] = []
-                    for part in todo:
-                        rest += await self._get_part(reading, tier, part, slot.address + part.start - read.start)
-                    todo = rest
-                    if not todo:
-                        break
-                if todo:
-                    raise self._bad_everywhere(reading, todo[0])
-                if slot.kept:
-                    self.arena.filled(slot)
-                if then is not None:
-                    await then(read, slot.address)
-        finally:
-            if slot.chunk is not None and not slot.filled:
-                self.arena.forget(slot)
-            self.arena.release(slot)
-
-    def _bad_everywhere(self, reading: Reading, part: Read) -> CorruptData:
-        key = reading.key
-        wrong = "; ".join(f"{name}: {what}" for (name, shard), what in reading.healing.bad.items() if shard == key)
-        error = CorruptData(
-            f"bytes {part.start} to {part.start + part.length} of {key.name} are bad: {wrong or 'they are on no tier'}",
-            todo="No other tier holds a good copy",
-            run=key.checkpoint.run,
-            checkpoint=key.checkpoint.attempt,
-            path=str(key),
-            block=part.start // BLOCK_BYTES,
-        )
-        error.retry = any(shard == key for _, shard in reading.healing.unread)
-        return error
-
-    async def _get_part(self, reading: Reading, tier: Tier, part: Read, address: int) -> list[Read]:
-        """Reads `part` from `tier`; returns what of it is not good there."""
-        name = tier.info.name
-        try:
-            [result] = await tier.read([ChunkIO(reading.key, part.start, part.length, address)])
-            error = result.error
-        except TierError as raised:
-            error = raised
-        if error is not None:
-            reading.healing.bad[name, reading.key] = str(error)
-            if error.errno not in _NOT_THERE:
-                reading.healing.unread.add((name, reading.key))
-            return [part]
-        done = await self._scatter(reading, part, address, reading.crcs_of(part.start, part.length))
-        bad = [
-            Read(start, min(BLOCK_BYTES, part.start + part.length - start))
-            for i, start in enumerate(range(part.start, part.start + part.length, BLOCK_BYTES))
-            if done.bad_blocks >> i & 1
-        ]
-        if bad:
-            reading.healing.bad[name, reading.key] = f"checksum of block {bad[0].start // BLOCK_BYTES} is wrong"
-        reading.healing.took(name, part.length - sum(r.length for r in bad))
-        return bad
-
-    async def _scatter(self, reading: Reading, read: Read, address: int, crcs: Crcs | None) -> Done:
-        pieces = None if reading.caller.gone else reading.pieces
-        [scattering] = self.copier.start([
-            Job(Op.SCATTER, address=address, length=read.length, pieces=pieces, pieces_offset=read.start, crcs=crcs)
-        ])  # fmt: skip
-        self._scattering.add(scattering)
-        scattering.add_done_callback(self._scattering.discard)
-        await asyncio.wait([scattering])
-        return scattering.result()
 
     # -- between tiers ---------------------------------------------------------------------
 

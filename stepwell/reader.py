@@ -329,7 +329,7 @@ async def fill_runs(
     try:
         reading = Reading(
             shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, cached_as=shard.cached_as,
-            caller=opened.caller,
+            caller=opened.caller, size=shard.size, stays=True,
         )  # fmt: skip
         await mover.get(reading, reads)
     except CorruptData as error:

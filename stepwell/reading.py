@@ -60,6 +60,8 @@ class Reading:
     write_limit: float | None = None  # of all writing there, in bytes a second; None: what limits is the reading
     cached_as: Hashable = None  # how the arena knows the shard; None: by its key
     caller: Caller = field(default_factory=Caller)
+    size: int = 0  # bytes of the shard, if chunks of it are to stay
+    stays: bool = False  # whether whole chunks that are read stay in the arena, where there is room for them
     from_memory: bool = True  # whether what the arena holds serves; False: the tiers themselves are looked at
 
     @property

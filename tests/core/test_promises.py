@@ -277,3 +277,16 @@ def _without(checkpoint: CheckpointView, move: Drop) -> CheckpointView:
         checkpoint, complete_on=checkpoint.complete_on - gone, partial_on=checkpoint.partial_on - gone,
         parts_on={tier: parts for tier, parts in checkpoint.parts_on.items() if tier not in gone},
     )  # fmt: skip
+
+
+def test_memory_that_outlives_the_process_still_evicts() -> None:
+    shared = TierView("host", "process", "process", None, 0, None, evicts=True)
+    disk = TierView("disk", "node", "process", None, 0, None)
+    here = frozenset({"host", "disk"})
+    old = CheckpointView("step-000000001.1-1", 1, 1, here)
+    new = CheckpointView("step-000000002.1-2", 2, 1, frozenset({"host"}))
+    view = View(0.0, (shared, disk), (old, new))
+    assert refusal(Flush(old.name, "host", "why"), view) is not None
+    assert refusal(Drop(new.name, "host", "why"), view) == "it is whole on no other tier yet"
+    assert "newest complete" in str(refusal(Drop(old.name, "disk", "why"), view))
+    assert refusal(Drop(old.name, "host", "why"), view) is None

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tests.sim.loop import Timeline
+from stepwell.lab.loop import Timeline
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class LoopClock:
 
 
 def on_virtual_time(scenario: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs `scenario` to its end. Raises tests.sim.loop.Stuck if it waits for what never comes."""
+    """Runs `scenario` to its end. Raises stepwell.lab.loop.Stuck if it waits for what never comes."""
     timeline = Timeline(random.Random(0))
     loop = timeline.new_loop("test")
     with loop.running():

@@ -285,12 +285,14 @@ def test_what_a_prefetch_brings_next_does_not_push_out_what_it_has_brought(tmp_p
         room = on_loop_acquire(store, 8)  # of the 14 that may stay: the first model makes room for that
         handle = store.prefetch(models[1])
         eventually(lambda: handle.progress.done_bytes == 6 * MIB)
-        eventually(lambda: len(memory.arena._waiting) == 1)  # for what is not its own
-        assert cached(memory) == 14 and memory.arena._coming == 6
+        eventually(lambda: handle.progress.waiting_bytes > 0)  # for what is not its own
+        assert cached(memory) == 14 and handle.progress.waiting_bytes == handle.progress.total_bytes - 6 * MIB
+        with pytest.raises(WaitTimeout, match="3.00 MiB of it for room"):
+            handle.wait(0.01)
         for slot in room:
             Runtime.get().loop.call_soon_threadsafe(store.mover.arena.release, slot)
         handle.wait(20)
-        assert memory.arena._coming == 0 and memory.arena.evicted_bytes == before * MIB
+        assert handle.progress.waiting_bytes == 0 and memory.arena.evicted_bytes == before * MIB
         assert bool((stepwell.load(models[1])["w"] == 2).all())
 
 
@@ -343,7 +345,7 @@ def test_a_prefetch_that_is_cancelled_keeps_nothing_from_others(tmp_path: Path, 
             Runtime.get().loop.call_soon_threadsafe(store.mover.arena.release, slot)
         waiting.wait(20)
         settle(store)
-        assert memory.arena._coming == 0 and memory.arena._clean == cached(memory)
+        assert memory.arena._clean == cached(memory)
         for number, folder in enumerate(models):
             assert bool((stepwell.load(folder)["w"] == number + 1).all())
 
@@ -415,7 +417,7 @@ def test_a_store_that_is_closed_during_a_warm_load_does_not_fail_it(tmp_path: Pa
         arena = store.mover.arena
         find, acquire = arena.find, arena.acquire
 
-        def lost(shard: Any, number: int) -> Any:
+        def lost(shard: Any, number: int, *, used: bool = True) -> Any:
             arena.find = find  # type: ignore[method-assign]
             arena._closed = True  # as if `close` had come now
             return None
