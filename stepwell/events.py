@@ -37,6 +37,7 @@ What = Literal[
     "deleted",  # its manifest is gone: the checkpoint is no more on that tier
     "freed",  # and so are its files
     "verified",
+    "prefetched",  # to host memory, because a policy asked for it
 ]
 
 

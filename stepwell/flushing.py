@@ -112,10 +112,16 @@ class Flusher:
         if not goals or any(goal.running or goal.priority < Priority.FLUSH for goal in goals):
             return False
         for goal in goals:
-            name = self.tier.info.name
-            todo = f"store.flush({attempt.step}, to={name!r}) does"
-            self._finish(goal, NotPlanned(f"it was not flushed: {reason}", todo=todo, step=attempt.step, tier=name))
+            self.take_out(goal, reason)
         return True
+
+    def take_out(self, goal: Goal, reason: str) -> None:
+        """Takes one goal out of the queue; nothing if it runs or is done."""
+        if goal.running or goal not in self._goals:
+            return
+        step, name = goal.attempt.step, self.tier.info.name
+        todo = f"store.flush({step}, to={name!r}) does"
+        self._finish(goal, NotPlanned(f"it was not flushed: {reason}", todo=todo, step=step, tier=name))
 
     def hurry(self) -> None:
         """Newest first from now on, and at once: the store is being closed or drained."""

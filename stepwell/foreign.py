@@ -14,7 +14,14 @@ from stepwell.describing import describe_all
 from stepwell.errors import CorruptData, FormatError
 from stepwell.format.names import MANIFEST, Attempt
 from stepwell.format.records import Manifest, decode
-from stepwell.tiers.base import RecordKey, Tier
+from stepwell.format.safetensors import Header, parse_header
+from stepwell.mover import Mover
+from stepwell.reader import read_bytes
+from stepwell.shards import OpenShard, header_layout
+from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
+
+#: how much of a foreign file is read to find its header; most headers are shorter
+_HEADER_GUESS_BYTES = 1 << 20
 
 
 async def chosen_attempt(catalog: Catalog, select: str, where: str, place: refs.Place | None = None) -> Attempt:
@@ -65,3 +72,18 @@ async def weight_files(tier: Tier, folder: Path, sizes: Mapping[str, int]) -> li
                 raise CorruptData(f"{index} names files that are not there: {', '.join(gone[:3])}", path=str(folder))
             return named
     return sorted(name for name in sizes if name.endswith(".safetensors"))
+
+
+async def plain_shard(mover: Mover, tier: Tier, folder: Path, name: str, size: int | None) -> tuple[OpenShard, Header]:
+    """A safetensors file of a folder, and its header, which is read. size: None if it is no regular file. Raises
+    FormatError."""
+    path = str(folder / name)
+    if size is None:
+        raise FormatError("not a regular file", path=path)
+    key = ShardKey(CheckpointKey("", folder.name), name)
+    data = await read_bytes(mover, tier, key, min(size, _HEADER_GUESS_BYTES)) if size else b""
+    wanted = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < wanted <= min(size, 100_000_008):
+        data = await read_bytes(mover, tier, key, wanted)
+    header = parse_header(data, size, path)
+    return OpenShard(key, size, [tier], header_layout(header), None), header

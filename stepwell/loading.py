@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,28 +13,26 @@ import torch
 
 from stepwell import refs
 from stepwell.catalog import Catalog
-from stepwell.errors import ConfigError, FormatError, KeyMismatch, TierUnavailable
-from stepwell.foreign import chosen_attempt, weight_files
-from stepwell.format.safetensors import Header, TensorEntry, parse_header
+from stepwell.errors import ConfigError, KeyMismatch, TierUnavailable
+from stepwell.foreign import chosen_attempt, plain_shard, weight_files
+from stepwell.format.safetensors import Header, TensorEntry
 from stepwell.mover import Mover
 from stepwell.ranges import slice_runs
-from stepwell.reader import OpenCheckpoint, OpenShards, fill, fill_runs, open_checkpoint, read_bytes
+from stepwell.reader import OpenCheckpoint, OpenShards, fill, fill_runs, open_checkpoint
 from stepwell.runtime import Runtime
-from stepwell.shards import OpenShard, header_layout
+from stepwell.shards import OpenShard
 from stepwell.state import build, foreign
 from stepwell.state.dtypes import contiguous_strides, loaded_as
 from stepwell.state.nodes import leaf_keys
 from stepwell.state.skeleton import Leaf, Skeleton
-from stepwell.tiers.base import CheckpointKey, ShardKey, Tier
+from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
+from stepwell.tracing import note_load
 from stepwell.warm import warm_mover
 
 T = TypeVar("T")
 Index = slice | tuple[slice, ...]
 Keys = str | Sequence[str] | Mapping[str, Index]
-
-#: how much of a foreign file is read to find its header; most headers are shorter
-_HEADER_GUESS_BYTES = 1 << 20
 
 
 def load(
@@ -82,8 +80,8 @@ def _load_from(
     rename: Any,
     allow_pickle: bool,
 ) -> dict[Any, Any]:
-    mover = staging = Mover(runtime.copier, runtime.staging())
-    catalog = Catalog(run, [tier])
+    began, staging = time.monotonic(), Mover(runtime.copier, runtime.staging())
+    mover, catalog = staging, Catalog(run, [tier])
     attempt = runtime.run(chosen_attempt(catalog, place.select, str(place.folder), place))
     opened = runtime.run(open_checkpoint(catalog, attempt, 0, 1, None if part is None else [part]))
     try:
@@ -100,6 +98,7 @@ def _load_from(
             skeleton, part=part, keys=keys, rename=rename, device=device, dtype=dtype, allow_pickle=allow_pickle
         )
         _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills))
+        note_load(place, began, opened, placement.fills)
     finally:
         runtime.run(opened.close())
     result: dict[Any, Any] = placement.finish()
@@ -209,7 +208,7 @@ def _load_plain(
 ) -> dict[Any, Any]:
     """Any folder of safetensors files, such as Hugging Face's. They carry no checksums."""
     tier = FileTier(place.folder.parent, name="disk", read_only=True)
-    staging = Mover(runtime.copier, runtime.staging())
+    began, staging = time.monotonic(), Mover(runtime.copier, runtime.staging())
     runtime.run(tier.start())
     try:
         found = runtime.run(_open_plain(staging, tier, place))
@@ -226,6 +225,7 @@ def _load_plain(
         skeleton = foreign({label: entry for label, (_, entry) in entries.items()})
         placement = build(skeleton, part="model", keys=keys, rename=rename, device=device, dtype=dtype)
         _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills))
+        note_load(place, began, opened, placement.fills)
     finally:
         runtime.run(tier.close())
     result: dict[Any, Any] = placement.finish()
@@ -240,17 +240,4 @@ def _stored(shard: OpenShard, entry: TensorEntry) -> _Stored:
 async def _open_plain(mover: Mover, tier: Tier, place: refs.Place) -> list[tuple[OpenShard, Header]]:
     sizes = {f.name: f.size_bytes async for f in tier.scan(place.folder.name) if not f.attempt}
     names = [place.file] if place.file else await weight_files(tier, place.folder, sizes)
-    return [await _plain_shard(mover, tier, place.folder, name, sizes.get(name)) for name in names]
-
-
-async def _plain_shard(mover: Mover, tier: Tier, folder: Path, name: str, size: int | None) -> tuple[OpenShard, Header]:
-    path = str(folder / name)
-    if size is None:
-        raise FormatError("not a regular file", path=path)
-    key = ShardKey(CheckpointKey("", folder.name), name)
-    data = await read_bytes(mover, tier, key, min(size, _HEADER_GUESS_BYTES)) if size else b""
-    wanted = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < wanted <= min(size, 100_000_008):
-        data = await read_bytes(mover, tier, key, wanted)
-    header = parse_header(data, size, path)
-    return OpenShard(key, size, [tier], header_layout(header), None), header
+    return [await plain_shard(mover, tier, place.folder, name, sizes.get(name)) for name in names]

@@ -1,54 +1,80 @@
-"""Prefetch: chunks come up before they are asked for.
-
-To the host tier chunks are read into kept slots, verified, and clean from the start; whoever reads them next,
-through this store or through `stepwell.load`, takes them from memory. To a storage tier a checkpoint is copied
-and committed there, as by a flush.
-"""
+"""A prefetch as users hold it, and the order among several of them."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import math
 import time
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from stepwell.chain import Chain
-from stepwell.errors import ConfigError, StoreClosed, TierFull, WaitTimeout
-from stepwell.hostmem import host_budget_bytes, local_ranks
-from stepwell.mover import Mover
-from stepwell.ranges import Read
-from stepwell.reading import Caller, Crcs, Healing, Reading
-from stepwell.tiers.base import ShardKey, Tier
-from stepwell.tiers.host import Arena, HostTier, Priority
+from stepwell.errors import ConfigError, StoreClosed, WaitTimeout
+from stepwell.units import format_bytes, format_duration, parse_duration
 from stepwell.waiting import done_within
+
+log = logging.getLogger("stepwell")
+
+_numbers = itertools.count()  # of all prefetches, in the order in which they came
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Urgency:
+    """What prefetches are compared by: the lowest goes first."""
+
+    below: int  # minus the priority
+    deadline_at: float  # monotonic seconds; inf: none
+    number: int
+
+    @classmethod
+    def of(cls, priority: int, deadline: str | float | None) -> Urgency:
+        """deadline: seconds from now, or a time such as "30s". Raises ConfigError."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ConfigError(f"priority={priority!r}", todo="Give a whole number; higher ones go first")
+        at = math.inf if deadline is None else time.monotonic() + parse_duration(deadline)
+        return cls(-priority, at, next(_numbers))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchProgress:
-    """How far a prefetch is."""
+    """How far a prefetch is. What was used meanwhile counts as done."""
 
     done_bytes: int
-    total_bytes: int
+    total_bytes: int  # of each reference of the list, also where one occurs twice
     seconds: float
     seconds_left: float | None  # at the rate so far; None: nothing has come yet
+    waiting_bytes: int = 0  # will come once there is room: when earlier references of the list have been used
+    left_out_bytes: int = 0  # past `max_bytes`: will not come
+    on_time: bool | None = None  # whether the deadline was met, or will be at the rate so far; None: there is none
+
+
+class Moving(Protocol):
+    """A copy under way to a storage tier."""
+
+    left_bytes: int | None  # that are not there yet; None: it has not begun
 
 
 class Prefetch:
-    """A prefetch under way: `wait`, `done`, `cancel`, `await`, `progress`."""
+    """A prefetch under way: `wait`, `done`, `cancel`, `await`, `progress`, `late`."""
 
-    def __init__(self) -> None:
+    def __init__(self, urgency: Urgency | None = None) -> None:
+        self.urgency = urgency or Urgency.of(0, None)
         self._began = time.monotonic()
         self._ended: float | None = None
-        self._done_bytes = self._total_bytes = 0
+        self._done_bytes = self._total_bytes = self._waiting_bytes = self._left_out_bytes = 0
+        self._under_way: Callable[[], int] = lambda: 0  # bytes of what is not wholly there
         self._future: Future[None] = Future()
 
     def wait(self, timeout: float | None = None) -> Prefetch:
-        """Blocks until everything is there. Raises what went wrong; WaitTimeout after `timeout` seconds, while it
-        goes on; StoreClosed if it was cancelled."""
+        """Blocks until everything is there, or was used meanwhile. Raises what went wrong; WaitTimeout after `timeout`
+        seconds, while it goes on; StoreClosed if it was cancelled, or the store was closed before."""
         if not done_within(self._future, timeout):
-            raise WaitTimeout(f"the prefetch took longer than {timeout} s", todo="It goes on; wait again")
+            waits = f", {format_bytes(self._waiting_bytes)} of it for room" if self._waiting_bytes else ""
+            raise WaitTimeout(f"the prefetch took longer than {timeout} s{waits}", todo="It goes on; wait again")
         try:
             self._future.result()
         except CancelledError:
@@ -78,16 +104,27 @@ class Prefetch:
             raise StoreClosed("the prefetch was cancelled") from None
 
     @property
+    def late(self) -> bool:
+        """Whether its deadline has passed before everything was there."""
+        return (self._ended or time.monotonic()) > self.urgency.deadline_at
+
+    @property
     def progress(self) -> PrefetchProgress:
         """Bytes and times now."""
-        seconds = (self._ended or time.monotonic()) - self._began
-        left = None
-        if self._done_bytes:
-            left = seconds / self._done_bytes * (self._total_bytes - self._done_bytes)
-        return PrefetchProgress(self._done_bytes, self._total_bytes, seconds, left)
+        now = self._ended or time.monotonic()
+        seconds, done_bytes = now - self._began, self._done_bytes + self._under_way()
+        left = 0.0 if self.done() else None
+        if done_bytes and left is None:
+            left = seconds / done_bytes * (self._total_bytes - done_bytes)
+        on_time: bool | None = None
+        if self.urgency.deadline_at < math.inf:
+            on_time = not self.late and (left is None or now + left <= self.urgency.deadline_at)
+        return PrefetchProgress(
+            done_bytes, self._total_bytes, seconds, left, self._waiting_bytes, self._left_out_bytes, on_time
+        )
 
     def __repr__(self) -> str:
-        return f"<Prefetch: {self._done_bytes} of {self._total_bytes} bytes{', done' if self._future.done() else ''}>"
+        return f"<Prefetch: {self._done_bytes} of {self._total_bytes} bytes{', done' if self.done() else ''}>"
 
     # -- for the store -------------------------------------------------------------------
 
@@ -98,77 +135,42 @@ class Prefetch:
 
     def _note_end(self, _: Future[None]) -> None:
         self._ended = time.monotonic()
+        self._waiting_bytes = 0
 
-    def expect(self, size_bytes: int) -> None:
+    def expect(self, size_bytes: int, left_out_bytes: int = 0) -> None:
         self._total_bytes += size_bytes
+        self._left_out_bytes += left_out_bytes
 
     def moved(self, size_bytes: int) -> None:
         self._done_bytes += size_bytes
 
+    @contextmanager
+    def watching(self, size_bytes: int) -> Iterator[Callable[[Moving], object]]:
+        """While a checkpoint is copied to a storage tier: call what this gives with each try of it."""
+        tries: list[Moving] = []
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One shard that must come up. cached_as: how the arena knows it, if not by its key."""
+        def there() -> int:
+            left = tries[-1].left_bytes if tries else None
+            return 0 if left is None else max(0, size_bytes - left)
 
-    key: ShardKey
-    size: int
-    tiers: Sequence[Tier]
-    crcs: Crcs | None
-    cached_as: Hashable = None
+        self._under_way = there
+        try:
+            yield tries.append
+            self.moved(size_bytes)
+        finally:
+            self._under_way = lambda: 0
 
-    @property
-    def name(self) -> Hashable:
-        return self.key if self.cached_as is None else self.cached_as
+    def wait_for_room(self, size_bytes: int) -> None:
+        """So much has to wait until there is room for it."""
+        self._waiting_bytes = size_bytes
 
-
-async def into_host(chain: Chain, shards: Sequence[Wanted], handle: Prefetch) -> None:
-    """Brings shards into the arena, in order. Raises TierFull if they do not fit, CorruptData.
-
-    What comes is not pushed out by what comes next, but by whatever is more urgent. So prefetches that do not fit
-    together go one after the other: each would wait for ever for the room of the other.
-    """
-    host = chain.host
-    if host is None:
-        raise ConfigError("there is no host tier", todo=f"The tiers are {', '.join(t.info.name for t in chain.tiers)}")
-    arena, mover = host.arena, chain.mover
-    total = sum(shard.size for shard in shards)
-    if host.grows:
-        host.grow(host_budget_bytes(total, local_ranks()))
-    if not host.fits([shard.size for shard in shards]):
-        raise TierFull(
-            f"{total} bytes do not fit into the host tier of {arena.capacity_bytes}",
-            todo="Give the host tier more memory, or prefetch less",
-            tier=host.info.name,
-        )
-    handle.expect(total)
-    caller = Caller()
-    slots = sum(-(-shard.size // arena.slot_bytes) for shard in shards)
-    try:
-        async with mover.coming.held(slots):
-            arena.expect(total)
-            for shard in shards:
-                await _one(mover, host, shard, handle, caller)
-    finally:  # at once, a tier may hang; and again, for what was still on its way
-        _arrived(arena, shards)
-        await caller.settled()
-        _arrived(arena, shards)
-
-
-def _arrived(arena: Arena, shards: Sequence[Wanted]) -> None:
-    for shard in shards:
-        arena.arrived(shard.name)
-
-
-async def _one(mover: Mover, host: HostTier, shard: Wanted, handle: Prefetch, caller: Caller) -> None:
-    have = host.arena.chunks(shard.name)
-    reads = [read for read in mover.all_of(shard.size) if read.start // host.arena.slot_bytes not in have]
-    handle.moved(shard.size - sum(read.length for read in reads))
-
-    async def moved(read: Read, address: int) -> None:
-        handle.moved(read.length)
-
-    reading = Reading(
-        shard.key, shard.tiers, shard.crcs, Healing(), Priority.PREFETCH, target=host.info.name,
-        cached_as=shard.cached_as, caller=caller,
-    )  # fmt: skip
-    await mover.get(reading, reads, moved, kept=True)
+    async def warn_when_late(self) -> None:
+        """Says so once if the deadline passes; cancelled by whoever carries the prefetch out, when that has ended."""
+        if self.urgency.deadline_at < math.inf:
+            await asyncio.sleep(max(0.0, self.urgency.deadline_at - time.monotonic()))
+            log.warning(
+                "a prefetch has missed its deadline of %s: %s of %s are there",
+                format_duration(self.urgency.deadline_at - self._began),
+                format_bytes(self._done_bytes),
+                format_bytes(self._total_bytes),
+            )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from stepwell.chain import Chain, Keep
 from stepwell.deletion import Deleter
-from stepwell.errors import StepwellError
+from stepwell.errors import StepwellError, StoreClosed
 from stepwell.events import Outlook
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt
@@ -19,19 +20,25 @@ from stepwell.policies.base import (
     Committed,
     Drop,
     Event,
+    Evicted,
     Flush,
+    Found,
     Idle,
     Move,
     Policy,
+    Prefetch,
     Pressure,
     View,
 )
 from stepwell.promises import refusal
-from stepwell.tiers.base import CheckpointKey, Tier
+from stepwell.tiers.base import CheckpointKey, ShardKey, Tier
 from stepwell.verification import Verifier
 from stepwell.viewing import Views
 
 log = logging.getLogger("stepwell")
+
+#: brings parts of a checkpoint (None: all) to host memory; returns how many bytes they are
+Bring = Callable[[Attempt, Sequence[str] | None], Awaitable[int]]
 
 
 class Steering:
@@ -53,6 +60,8 @@ class Steering:
         self.may_cancel = True  # whether this rank decides what is not flushed after all
         self.cancelled: Callable[[Attempt, str], object] = lambda attempt, tier: None
         self.leaving = self.views.leaving
+        self.bring: Bring | None = None
+        self._bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (checkpoint, tier) of prefetches under way
         self._idle: set[str] = set()
         if chain.host is not None:
             chain.host.on_uncommitted = self._evicted
@@ -70,6 +79,20 @@ class Steering:
                 if made:  # each move is judged by what those before it have changed
                     view = self.views.now()
         return goals
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some policy prefetches."""
+        return any(getattr(policy, "looks_ahead", False) for policy in self._policies)
+
+    async def look_ahead(self, event: Found | Evicted) -> None:
+        """Tells the policies that prefetch; also where the run is not this process's to write."""
+        view = await self.views.look()
+        for policy in self._policies:
+            if getattr(policy, "looks_ahead", False):
+                for move in policy.decide(event, view):
+                    if isinstance(move, Prefetch) and self._carry_out(move, view)[0]:
+                        view = self.views.now()
 
     async def foresee(self, attempt: Attempt, size_bytes: int, parts: Iterable[str]) -> set[str]:
         """The tiers that a checkpoint will be sent to, whole, once it is committed on the first one."""
@@ -100,6 +123,8 @@ class Steering:
             return False, None  # it is asked for again at the next event
         if isinstance(move, Flush):
             return True, self._want(move, attempt)
+        if isinstance(move, Prefetch):
+            return self._prefetch(move, attempt), None
         if isinstance(move, Cancel):
             return self.may_cancel and self._cancel(move, attempt), None
         if copy in view.promised or not self._chain.catalog.notes.known:
@@ -119,6 +144,42 @@ class Steering:
             what = "" if move.parts is None else f" ({', '.join(move.parts)})"
             self._events.add("planned", attempt, move.tier, move.reason + what)
         return goal
+
+    def _prefetch(self, move: Prefetch, attempt: Attempt) -> bool:
+        if self.bring is None:
+            return False
+        for (_, tier), older in self._bringing.items():
+            if tier == move.tier:
+                older.cancel()  # this one is wanted now
+        copy = (move.checkpoint, move.tier)
+        self.views.brought.add(copy)
+        self._bringing[copy] = self._keep(self._bring(move, attempt, self.bring))
+        return True
+
+    async def _bring(self, move: Prefetch, attempt: Attempt, bring: Bring) -> None:
+        copy, began, there = (move.checkpoint, move.tier), self._chain.clock.monotonic(), False
+        try:
+            size_bytes = await bring(attempt, move.parts)
+            took, there = self._chain.clock.monotonic() - began, True
+            self._events.add("prefetched", attempt, move.tier, move.reason, size_bytes=size_bytes, seconds=took)
+        except StoreClosed:
+            pass
+        except StepwellError as error:
+            self._events.add("not done", attempt, move.tier, f"{move.reason}; but {error}")
+        finally:
+            if not there:
+                self.views.brought.discard(copy)
+            if self._bringing.get(copy) is asyncio.current_task():
+                del self._bringing[copy]
+
+    def lost(self, shard: Hashable) -> None:
+        """Host memory has lost a chunk of a shard."""
+        if not isinstance(shard, ShardKey) or self._chain.host is None:
+            return
+        copy = (shard.checkpoint.attempt, self._chain.host.info.name)
+        if copy in self.views.brought and copy not in self._bringing:
+            self.views.brought.discard(copy)
+            self._keep(self.look_ahead(Evicted(*copy)))
 
     def _cancel(self, move: Cancel, attempt: Attempt) -> bool:
         if not self.flushers[move.tier].cancel(attempt, move.reason):

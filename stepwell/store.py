@@ -21,22 +21,23 @@ from stepwell.ending import Ending, open_stores
 from stepwell.errors import ConfigError, SaveFailed, StateError, WaitTimeout
 from stepwell.files import read_sidecars
 from stepwell.forking import Origin
+from stepwell.inherited import check_run
 from stepwell.jobs import Job, current_job
 from stepwell.line import Line
-from stepwell.looking import Looking
 from stepwell.mover import Mover
 from stepwell.policies.base import Policy
 from stepwell.preemption import Preemption
-from stepwell.prefetching import Prefetch
 from stepwell.restoring import Wish, restore
 from stepwell.runtime import Runtime
 from stepwell.saving import Order, Save, SaveRecord, check_step
 from stepwell.settings import Settings, TierOptions
+from stepwell.sharing import share
 from stepwell.state import PlanCache, capture
 from stepwell.tiers.base import Tier
 from stepwell.tiers.host import HostTier
+from stepwell.tracing import Trace
 from stepwell.units import parse_duration
-from stepwell.warm import Ref, start_prefetch
+from stepwell.warming import Warming
 from stepwell.writer import RunWriter
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ SKIP_S = 1.0  # how long a loop that is busy may take to note that a save was gi
 log = logging.getLogger("stepwell")
 
 
-class CheckpointStore(Looking):
+class CheckpointStore(Warming):
     """Checkpoints of one run on a chain of tiers. Made by `stepwell.open`.
 
     A context manager: leaving it closes the store, which waits for the saves that are under way.
@@ -77,9 +78,12 @@ class CheckpointStore(Looking):
         self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
         self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
+        self._trace = Trace(run, settings.trace)
         self._runtime.run(self._start(policies))
         self.ending = Ending(self._runtime, self._chain, self._writer, settings.exit_timeout)
         open_stores.add(self)
+        if self._writer.steering.looks_ahead:
+            self._runtime.start(self._writer.look_ahead(current_job()))
 
     async def _start(self, policies: Sequence[Policy]) -> None:
         started: list[Tier] = []
@@ -87,16 +91,20 @@ class CheckpointStore(Looking):
             for tier in self.tiers:
                 await tier.start()
                 started.append(tier)
+            host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
+            self.mover = Mover(self._runtime.copier, host.arena if host else self._runtime.staging(), host)
+            sharing = await share(self.mover, self.tiers, self.mode)
+            await check_run(self.run, self.tiers)
         except BaseException:
             for tier in started:
                 await tier.close()
             raise
-        host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
-        arena = host.arena if host is not None else self._runtime.staging()
-        self.mover = Mover(self._runtime.copier, arena, host)
-        chain = Chain(self.run, self.tiers, self.mover, self.catalog, self._clock, self._settings, self._options)
+        chain = Chain(
+            self.run, self.tiers, self.mover, self.catalog, self._clock, self._settings, self._options, sharing
+        )  # fmt: skip
         self._chain = chain
         self._writer = RunWriter(chain, policies)
+        self.ahead = self._writer.ahead
 
     def begin_from(self, origin: Origin) -> None:
         """The run is a fork: as long as it has nothing better of its own, it goes on from `origin`."""
@@ -145,6 +153,7 @@ class CheckpointStore(Looking):
                 self._runtime.loop.call_soon_threadsafe(self._writer.give_up, call, job, error)
             raise
         save.blocked_seconds = self._clock.monotonic() - began
+        self._trace.saved(save, job)
         self._record.check_unsaved()
         return save
 
@@ -263,8 +272,8 @@ class CheckpointStore(Looking):
             raise StateError(
                 f"the state is a {type(state).__name__}, not a dict of parts", todo='Give restore({"model": model})'
             )
-        deadline = None if timeout is None else self._clock.monotonic() + timeout
-        job = current_job()
+        began, job = self._clock.monotonic(), current_job()
+        deadline = None if timeout is None else began + timeout
 
         def run(work: Coroutine[Any, Any, T]) -> T:
             left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
@@ -279,23 +288,12 @@ class CheckpointStore(Looking):
         if done is None:
             return None
         self._note_base(done.checkpoint.step)
+        self._trace.restored(began, step, done.checkpoint, state, job)
         if done.bad and self.mode == "w":
             self._runtime.loop.call_soon_threadsafe(self._writer.repair, done.bad, done.record)
         return done.checkpoint
 
     # -- moving --------------------------------------------------------------------------
-
-    def prefetch(self, refs: Ref | Sequence[Ref], to: str = "host") -> Prefetch:
-        """Brings checkpoints up before they are asked for; returns at once, with a handle for progress, wait, cancel.
-
-        refs: one or several, the most urgent first: a step of this run, `@latest`, `@best:METRIC`, `@TAG` of it, or
-        any path that `stepwell.load` takes. to: the host tier, where this store and `stepwell.load` then find the
-        chunks in memory, until their room is needed; or a storage tier, for checkpoints of this run.
-        """
-        wanted = [refs] if isinstance(refs, SupportsIndex | str | os.PathLike) else list(refs)
-        tier = self._named(to)
-        self._check_open()
-        return start_prefetch(self, self._runtime, self._chain, self._writer, wanted, tier)
 
     def flush(
         self, step: SupportsIndex | None = None, to: str | None = None, *, parts: Sequence[str] | None = None
@@ -369,7 +367,8 @@ class CheckpointStore(Looking):
         After Ctrl-C the store is still open; leaving the interpreter then waits for it once more.
         """
         if self._pid == os.getpid() and not self.ending.closed:
-            self.ending.close(self._settings.exit_timeout if timeout is None else timeout)
+            with self._trace.closing():
+                self.ending.close(self._settings.exit_timeout if timeout is None else timeout)
 
     def __enter__(self) -> CheckpointStore:
         return self

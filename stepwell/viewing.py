@@ -37,6 +37,7 @@ class Views:
         self._reading: asyncio.Task[None] | None = None  # of notes
         self._made: dict[Attempt, tuple[_Facts, CheckpointView]] = {}
         self.leaving: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that will be deleted
+        self.brought: set[tuple[str, str]] = set()  # (checkpoint, tier) of policies' prefetches
         self.saving: Callable[[], bool] = lambda: False  # whether a save is on its way to the first tier
 
     async def look(self) -> View:
@@ -82,6 +83,7 @@ class Views:
             checkpoints=checkpoints,
             promised=promised,
             running=frozenset((goal.attempt.folder, name) for name, goal in goals if goal.running),
+            brought=frozenset(self.brought),
         )
 
     def _checkpoint(self, attempt: Attempt) -> CheckpointView:
@@ -122,7 +124,7 @@ class Views:
         return TierView(
             info.name, info.scope, info.survives, info.capacity_bytes, usage.physical_bytes, usage.free_bytes,
             healthy=info.name not in self._flushers or not self._flushers[info.name].failing,
-            idle=self.idle(info.name),
+            idle=self.idle(info.name), evicts=info.driver == "host",
         )  # fmt: skip
 
     def idle(self, tier: str) -> bool:

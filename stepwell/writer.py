@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from stepwell.ahead import Ahead
 from stepwell.backoff import Backoff
 from stepwell.chain import Chain
 from stepwell.deletion import Deleter
@@ -21,8 +22,9 @@ from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
-from stepwell.policies.base import Committed, Noted, Opened, Policy, Pressure
+from stepwell.policies.base import Committed, Found, Noted, Opened, Policy, Pressure
 from stepwell.policies.flush import DropBacklog
+from stepwell.rescuing import rescue
 from stepwell.savework import Saver
 from stepwell.saving import Save
 from stepwell.steering import Steering
@@ -74,6 +76,10 @@ class RunWriter:
         self.work = FlushWork(chain, self.owner, self.deleter, self._keep)
         self._log_keeper = LogKeeper(self.events, chain.run, chain.authority, chain.clock)
         self._log_keeping: asyncio.Task[None] | None = None
+        self.ahead = Ahead(chain, self.lift)
+        if self.ahead.lifter is not None:
+            self.steering.bring, self.ahead.lifter.on_lost = self._bring, self.steering.lost
+        self._found_by: Job | None = None
         self._below = [tier.info.name for tier in chain.storage[1:]]
 
     # -- saves ---------------------------------------------------------------------------
@@ -208,12 +214,21 @@ class RunWriter:
         await asyncio.shield(self._opened)
 
     async def _open_up(self) -> None:
+        rescuing = self._keep(self._rescue())
         await self.steering.on(Opened())
         self._keep(self._mender.mend())
         self.steering.may_cancel = self.owner.job.leader
         if self.owner.job.leader:
-            self._keep(self.owner.clean(self.busy, lambda: self.steering.promised, self.deleter.waits))
+            self._keep(self._clean(rescuing))
             self._log_keeping = asyncio.ensure_future(self._log_keeper.keep(self.owner.writership.epoch))
+
+    async def _rescue(self) -> None:
+        for attempt in await rescue(self._chain, self.owner, self.flushers[self._chain.first.info.name]):
+            self.events.add("planned", attempt, self._chain.first.info.name, "it was left in memory alone")
+
+    async def _clean(self, rescuing: asyncio.Task[None]) -> None:
+        await asyncio.wait([rescuing])  # what is left of it on the first tier is gone on from
+        await self.owner.clean(self.busy, lambda: self.steering.promised, self.deleter.waits)
 
     def _may_drop(self, tier: str) -> bool:
         """Of all ranks that see the tier, the lowest deletes there."""
@@ -231,12 +246,34 @@ class RunWriter:
         if not await self.work.has(attempt, tier, parts):
             await self.flushers[tier.info.name].want(attempt, parts, Priority.RESTORE).wait()
 
-    async def lift(self, attempt: Attempt, tier: Tier, job: Job) -> None:
+    async def lift(
+        self, attempt: Attempt, tier: Tier, job: Job, parts: Sequence[str] | None,
+        on_goal: Callable[[Goal], object] = lambda goal: None,
+    ) -> None:  # fmt: skip
         """Copies this rank's part of a checkpoint up to a storage tier and commits it there, when there is time."""
         await self.owner.take(job)
         await self._after_takeover()
-        if not await self.work.has(attempt, tier, None):
-            await self.flushers[tier.info.name].want(attempt, None, Priority.PREFETCH).wait()
+        if not await self.work.has(attempt, tier, parts):
+            flusher = self.flushers[tier.info.name]
+            goal = flusher.want(attempt, parts, Priority.PREFETCH)
+            on_goal(goal)
+            try:
+                await goal.wait()
+            except asyncio.CancelledError:
+                if goal.priority is Priority.PREFETCH:
+                    flusher.take_out(goal, "its prefetch was cancelled")
+                raise
+
+    async def look_ahead(self, job: Job) -> None:
+        """The store was opened: asks policies what to bring up. Takes nothing over."""
+        self._found_by = job
+        await self._chain.catalog.refresh()
+        await self.steering.look_ahead(Found())
+
+    async def _bring(self, attempt: Attempt, parts: Sequence[str] | None) -> int:
+        job = self.owner.job if self.owner.taken else self._found_by
+        assert job is not None
+        return await self.ahead.bring_own(attempt, parts, job)
 
     async def _flush_once(self, tier: Tier, goal: Goal) -> None:
         began = self._chain.clock.monotonic()
@@ -354,6 +391,7 @@ class RunWriter:
 
     async def close(self, patience_s: float) -> None:
         """Gives up what `finish` has not finished, waits a moment for the rest, then gives the run up."""
+        self.ahead.close()
         for flusher in self.flushers.values():
             await flusher.close()
         self.deleter.stop()

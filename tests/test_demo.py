@@ -35,7 +35,7 @@ def test_killed_in_a_save_and_in_a_flush_it_ends_like_the_run_without_interrupti
         "in the flush of step",
         "MB were there and good",
         "equal, bit for bit: the losses of steps",
-        "and taken from another tier: model.safetensors on nvme",
+        "and taken from another tier: optimizer.safetensors on nvme",
         "$ stepwell verify killed",
         "save step 2 (uninterrupted)",
         "The ceiling is the best of",

@@ -34,7 +34,7 @@ def restore_across(tiers: Tiers, run: str, original: str, trainee: Trainee) -> l
     not the one that safetensors reads of the run `original`, or if a tier took no part.
     """
     before, newest = sorted(tiers.committed("nvme", run))[-2:]
-    _damage(tiers.committed("nvme", run)[before] / "model.safetensors")
+    _damage(tiers.committed("nvme", run)[before] / "optimizer.safetensors")
     found = []
     with stepwell.open(tiers.config, run=run) as store:
         for step in (before, newest):
@@ -50,11 +50,11 @@ def restore_across(tiers: Tiers, run: str, original: str, trainee: Trainee) -> l
 
 
 def _damage(path: Path) -> None:
-    """Turns one bit over in the middle of a file."""
+    """Turns one bit over near the end of a file: memory gives up the tail first."""
     with path.open("r+b") as file:
-        middle = file.seek(os.path.getsize(path) // 2)
+        place = file.seek(os.path.getsize(path) * 9 // 10)
         [byte] = file.read(1)
-        file.seek(middle)
+        file.seek(place)
         file.write(bytes([byte ^ 1]))
         os.fsync(file.fileno())
 

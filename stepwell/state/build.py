@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def _build(
         raise KeyMismatch(
             f"The checkpoint has no part {part!r}", missing=[part], todo=f"It has {', '.join(checked.parts) or 'none'}"
         )
-    _require_all(checked, part, wanted)
+    _require_all(checked, None if part is None else [part], wanted)
     chosen: list[tuple[Node, Node, str]] = []
     for name, (key, node) in checked.parts.items():
         if part is not None and name != part:
@@ -76,14 +76,36 @@ def _build(
     return placement
 
 
-def _require_all(checked: Skeleton, part: str | None, wanted: KeyFilter) -> None:
+def labels_of(
+    skeleton: Skeleton | Mapping[str, Any], parts: Collection[str] | None, keys: str | Sequence[str]
+) -> set[str]:
+    """The labels of the tensors that `build` fills, for these parts together (None: all). Raises KeyMismatch."""
+    checked, wanted = checked_skeleton(skeleton), KeyFilter(keys)
+    if unknown := sorted(set(parts or ()) - set(checked.parts)):
+        raise KeyMismatch(
+            f"The checkpoint has no part {', '.join(map(repr, unknown))}",
+            missing=unknown,
+            todo=f"It has {', '.join(checked.parts) or 'none'}",
+        )
+    _require_all(checked, parts, wanted)
+    found: set[str] = set()
+    for name, (_, node) in checked.parts.items():
+        if parts is None or name in parts:
+            kept = node if wanted.everything else _pruned(node, "", partial(wanted, name))
+            leaves = () if kept is _NOTHING else leaf_keys(kept, "")
+            found |= {checked.leaves[index].label for _, index in leaves}
+    return found
+
+
+def _require_all(checked: Skeleton, parts: Collection[str] | None, wanted: KeyFilter) -> None:
     """Raises KeyMismatch if something that was asked for is not there."""
     if wanted.everything:
         return
-    parts = checked.parts if part is None else {part: checked.parts[part]}
-    names = [(name, key) for name, (_, node) in parts.items() for key in _names(node, "")]
+    names_shown = parts is None or len(parts) > 1
+    chosen = {name: one for name, one in checked.parts.items() if parts is None or name in parts}
+    names = [(name, key) for name, (_, node) in chosen.items() for key in _names(node, "")]
     if unmatched := wanted.unmatched(names):
-        shown = ", ".join([key if part is not None else f"{name}.{key}" for name, key in names if key][:5])
+        shown = ", ".join([f"{name}.{key}" if names_shown else key for name, key in names if key][:5])
         raise KeyMismatch(
             f"Nothing in the checkpoint matches {', '.join(unmatched[:5])}",
             missing=unmatched,
