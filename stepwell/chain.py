@@ -14,6 +14,7 @@ from stepwell.clock import Clock
 from stepwell.errors import StepwellError, TierFull, TierUnavailable
 from stepwell.mover import Mover
 from stepwell.settings import Settings, TierOptions
+from stepwell.sharing import Sharing
 from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import HostTier
 
@@ -32,6 +33,7 @@ class Chain:
     clock: Clock
     settings: Settings
     options: Mapping[str, TierOptions] = field(default_factory=dict)  # by the tiers' names
+    sharing: Sharing | None = None  # what is done with a shared host tier
 
     @property
     def host(self) -> HostTier | None:

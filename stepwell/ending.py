@@ -234,6 +234,8 @@ class Ending:
     async def _free(self, patience_s: float) -> None:
         """Gives up what is not finished; background work, such as deletes, gets some patience."""
         await self._writer.close(patience_s)
+        if self._chain.sharing is not None:
+            await self._chain.sharing.close()
         await asyncio.gather(*(tier.close() for tier in self._chain.tiers), return_exceptions=True)
 
     def newest_words(self) -> str:
