@@ -60,7 +60,8 @@ class Save:
         self._order: Order | None = order  # holds the state's tensors until they are copied
         self._pid = os.getpid()
         self._bytes = order.snapshot.nbytes
-        self.parts = tuple(order.snapshot.part_bytes)
+        self.part_bytes = dict(order.snapshot.part_bytes)
+        self.parts = tuple(self.part_bytes)
         self._began = order.began
         self._infos: dict[str, TierInfo] = {tier.info.name: tier.info for tier in tiers}
         #: of each tier: None once it is committed there, or why it is not

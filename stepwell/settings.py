@@ -33,12 +33,15 @@ class Settings:
     max_unsaved: float = 3600.0  # save() raises once nothing has become durable for so long
     rank_timeout_seconds: float = 600.0  # the longest that one rank waits for another's part
     on_pressure: str = "block"  # while the first storage tier has no room: "block", "skip" or "newest-wins"
+    trace: str | None = None  # a file for what this process saves, restores and prefetches, and when
     open_number: int = 0  # how many stores of this run this process has opened before
 
     def __post_init__(self) -> None:
         if self.on_pressure not in ON_PRESSURE:
             todo = f"Choose one of {', '.join(map(repr, ON_PRESSURE))}"
             raise ConfigError(f"on_pressure={self.on_pressure!r}", todo=todo)
+        if self.trace is not None and (not isinstance(self.trace, str) or not self.trace or "\0" in self.trace):
+            raise ConfigError(f"trace={self.trace!r}", todo="Name a file, such as 'trace.jsonl'")
         for name in _TIMES:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LONGEST_S:

@@ -10,7 +10,9 @@ import typer
 
 import stepwell
 from stepwell.cli import _output
-from stepwell.cli._output import reported
+from stepwell.cli._host import host_app
+from stepwell.cli._lab import lab_app
+from stepwell.cli._output import Json, reported
 from stepwell.errors import ConfigError
 
 app = typer.Typer(
@@ -21,8 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def main() -> None:
@@ -361,3 +361,7 @@ def config_schema() -> None:
     from stepwell.cli import _config
 
     _config.schema()
+
+
+app.add_typer(host_app, name="host")
+app.add_typer(lab_app, name="lab")

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +24,8 @@ from stepwell.places import NoProgress, Progress
 
 P = ParamSpec("P")
 T = TypeVar("T")
+#: the option of every command that has results
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 #: a table that goes into a file or a pipe is as wide as it needs to be

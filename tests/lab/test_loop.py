@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.sim.loop import SimLoop, Stuck, Timeline
+from stepwell.lab.loop import SimLoop, Stuck, Timeline
 
 
 def timeline() -> tuple[Timeline, SimLoop]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.sim.loop import Stuck
+from stepwell.lab.loop import Stuck
 from tests.sim.model import Broken, Saved
 from tests.sim.process import Process, Restored
 from tests.sim.reference import Fact, asked_parts, by_window, is_last, wanted

@@ -19,6 +19,7 @@ from stepwell.errors import CheckpointNotFound, CorruptData, SaveFailed, Stepwel
 from stepwell.format.names import Attempt
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job, LocalStore
+from stepwell.lab.loop import SimLoop
 from stepwell.mover import Mover
 from stepwell.native import PieceMap
 from stepwell.policies.evict import LRU
@@ -32,7 +33,6 @@ from stepwell.tiers._timed import Timed
 from stepwell.tiers.base import CheckpointKey, Tier
 from stepwell.tiers.host import Arena, HostTier, Priority
 from stepwell.writer import RunWriter
-from tests.sim.loop import SimLoop
 from tests.sim.medium import Medium, Token
 from tests.sim.memory import NOTHING, Copier, Memory, Tokens, blocks_of
 from tests.sim.model import FakeSnapshot, Saved, make_snapshot, random_sizes
@@ -260,6 +260,8 @@ class Process:
             Priority.RESTORE,
             cast(PieceMap, target),
             caller=opened.caller,
+            size=held.shard.size,
+            stays=True,
         )
         await self.mover.get(reading, self.mover.all_of(held.shard.size))
         return held.key.name, target.tokens

@@ -27,13 +27,13 @@ from stepwell import commit, epochs, notes
 from stepwell.errors import RunBusy
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job
+from stepwell.lab.loop import SimLoop, Timeline
 from stepwell.settings import ON_PRESSURE
 from tests.sim.calm import Calm
 from tests.sim.chaos import NODES, Chaos
 from tests.sim.evaluating import Evaluating
 from tests.sim.invariants import Invariants
 from tests.sim.judge import Judge, least_grace_s
-from tests.sim.loop import SimLoop, Timeline
 from tests.sim.medium import Medium
 from tests.sim.model import Broken, Gap, Model, Saved
 from tests.sim.process import CHUNK_BYTES, EPOCH_S, RUN, Process, Setup
