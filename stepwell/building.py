@@ -6,30 +6,41 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, Literal
+
+import msgspec
 
 from stepwell.checking import DRIVER_GROUP, POLICY_GROUP, Mistakes, check_order, rules_of
 from stepwell.config import Config
 from stepwell.errors import ConfigError
 from stepwell.format.names import check_run_name
-from stepwell.hostmem import cgroup_limit_bytes, free_memory_bytes, local_ranks, world_ranks
+from stepwell.hostmem import LIMIT_SHARE, cgroup_limit_bytes, free_memory_bytes, local_rank, local_ranks, world_ranks
+from stepwell.policies.announced import Announced
 from stepwell.policies.base import Policy
-from stepwell.policies.evict import LRU
+from stepwell.policies.evict import EVICTION
 from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.prefetch import PrefetchNewest
 from stepwell.policies.retain import Best, Retain
-from stepwell.schema import BestRule, TierConfig
+from stepwell.schema import BestRule, Capacity, EvictTable, PrefetchRule, TierConfig
 from stepwell.settings import TierOptions
-from stepwell.tiers.base import Tier
+from stepwell.tiers.base import EvictionPolicy, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.pfs import PfsTier
+from stepwell.tiers.shared import SHARED_ROOT, SharedHostTier, arena_name
 from stepwell.units import format_bytes
 
 Mode = Literal["w", "r"]
 
+#: of shared memory, where the file says nothing: it outlives the process, so it has a size from the start
+SHARED_CAPACITY = Capacity(fraction=LIMIT_SHARE)
+
 log = logging.getLogger("stepwell")
+
+_EVICTION_METHODS = ("entered", "used", "left", "victims", "state", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,7 @@ class Built:
 
     run: str
     tiers: list[Tier]  # nearest first, not started
-    policies: list[Policy]  # all that flush before all that retain
+    policies: list[Policy]  # all that flush before all that retain, and those before all that prefetch
     settings: dict[str, float | str]  # by the names of `stepwell.settings.Settings`
     options: dict[str, TierOptions]  # by the names of the tiers
 
@@ -51,10 +62,11 @@ class Node:
     limit_bytes: int  # of memory, of all local ranks together
     free_bytes: int | None = None  # of it; None: nobody has looked
     world: int | None = None  # the ranks of the whole job; None: those of this node are all
+    local_rank: int = 0  # which of the local ranks this process is
 
     @classmethod
     def here(cls) -> Node:
-        return cls(local_ranks(), cgroup_limit_bytes(), free_memory_bytes(), world_ranks())
+        return cls(local_ranks(), cgroup_limit_bytes(), free_memory_bytes(), world_ranks(), local_rank())
 
 
 def build(
@@ -63,7 +75,8 @@ def build(
 ) -> Built:  # fmt: skip
     """Makes the drivers and policies that a config asks for.
 
-    run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and no policies.
+    run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and of policies those that
+    prefetch.
     node: None looks at the machine. storage_only: leaves out the host tier, for which this machine may be too small.
 
     Raises ConfigError for what only shows here: no run, a host tier larger than the memory or too small, a driver or
@@ -77,13 +90,15 @@ def build(
         if storage_only and tier.driver == "host":
             continue
         make = _MAKERS.get(tier.driver, make_other)
+        if tier.driver == "host":
+            make = partial(make_host, run=name, place=_place(config.tiers[-1]))
         try:
             tiers.append(make(tier, mode == "r", node))
         except ConfigError as error:
             key = error.where.get("key")
             raise mistakes.error(f"tier[{i}]" + (f".{key}" if key else ""), error.what, error.todo) from error.__cause__
     check_order([tier.info.name for tier in tiers], [tier.info.scope for tier in tiers], mistakes)
-    policies = _policies(config, mistakes) if mode == "w" else []
+    policies = [*(_policies(config, mistakes) if mode == "w" else []), *_prefetches(config, mistakes)]
     options = {tier.name: _options(tier) for tier in config.tiers if tier.driver != "host"}
     return Built(name, tiers, policies, dict(config.settings), options)
 
@@ -113,6 +128,20 @@ def _policies(config: Config, mistakes: Mistakes) -> list[Policy]:
         flushes += _flushes(tier, f"tier[{i}]", mistakes, last=tier is storage[-1][1])
     retains = [_retain(tier, f"tier[{i}]", mistakes) for i, tier in storage if tier.retain is not None]
     return flushes + retains
+
+
+def _prefetches(config: Config, mistakes: Mistakes) -> list[Policy]:
+    """Also for readers: nothing is written by them."""
+    made: list[Policy] = []
+    for i, tier in enumerate(config.tiers):
+        rule = PrefetchRule() if tier.prefetch == "newest" else tier.prefetch
+        if not isinstance(rule, PrefetchRule):
+            continue
+        if rule.policy is not None:
+            made.append(_others_policy(tier, rule.policy, rule.keywords, f"tier[{i}].prefetch", mistakes))
+        else:
+            made.append(PrefetchNewest(tier.name, parts=rule.parts))
+    return made
 
 
 def _flushes(tier: TierConfig, key: str, mistakes: Mistakes, *, last: bool) -> list[Policy]:
@@ -172,14 +201,48 @@ def _others_policy(tier: TierConfig, name: str, keywords: Mapping[str, Any], key
     return policy
 
 
+def eviction_of(tier: TierConfig) -> Announced:
+    """What leaves the host tier first; what prefetches announce goes last, whoever's policy it is."""
+    table = tier.evict if isinstance(tier.evict, EvictTable) else EvictTable(policy=tier.evict)
+    if table.policy in EVICTION:
+        return Announced(EVICTION[table.policy]())
+    try:
+        point = next(point for point in entry_points(group=POLICY_GROUP) if point.name == table.policy)
+        made = point.load()(tier=tier.name, **table.keywords)
+    except Exception as error:  # its code is not ours: whatever it raises, the reader needs the place in the file
+        todo = f"Check the package that brings the policy {table.policy!r}, and the keys that it takes"
+        raise ConfigError(f"the policy cannot be made: {error!r}", todo=todo, key="evict") from error
+    if missing := [name for name in _EVICTION_METHODS if not callable(getattr(made, name, None))]:
+        raise ConfigError(
+            f"the policy {table.policy!r} has no {missing[0]}(), as {type(made).__name__} shows",
+            todo="Its entry point must name a class that follows stepwell.tiers.base.EvictionPolicy",
+            key="evict",
+        )
+    policy: EvictionPolicy = made
+    return Announced(policy)
+
+
 # -- drivers -----------------------------------------------------------------------------
 
 
-def make_host(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+def make_host(tier: TierConfig, read_only: bool, node: Node, *, run: str = "", place: str = "") -> Tier:
     """The host tier; all of a capacity that was set is taken as soon as it is started. Raises ConfigError if the
-    memory cannot be there, warns if it is not free now."""
+    memory cannot be there, warns if it is not free now.
+
+    run, place: whose memory it is, where it is shared; place: of the run's last tier.
+    """
     asked = _private_bytes(tier, node)
-    host = HostTier(LRU(), asked, tier.name, ahead=not read_only)
+    if tier.shared and asked is None:
+        asked = _private_bytes(msgspec.structs.replace(tier, capacity=SHARED_CAPACITY), node)
+    if tier.shared:
+        assert asked is not None
+        arena = arena_name(tier.name, run, node.local_rank, place)
+        root = tier.path or SHARED_ROOT
+        host: HostTier = SharedHostTier(
+            eviction_of(tier), asked, tier.name, arena=arena, run=run, root=root, ahead=not read_only
+        )  # fmt: skip
+    else:
+        host = HostTier(eviction_of(tier), asked, tier.name, ahead=not read_only)
     least = host.info.capacity_bytes or 0
     if asked is not None and least > asked:
         each = f" for each of {node.local_ranks} local ranks" if node.local_ranks > 1 else ""
@@ -195,6 +258,11 @@ def make_host(tier: TierConfig, read_only: bool, node: Node) -> Tier:
             tier.name, format_bytes(asked * node.local_ranks), format_bytes(node.free_bytes),
         )  # fmt: skip
     return host
+
+
+def _place(last: TierConfig) -> str:
+    """What tells runs of one name apart: alike for all processes of this node that open one run."""
+    return f"{last.driver}:{last.name}" if last.path is None else os.path.realpath(last.path)
 
 
 def _make_memory(tier: TierConfig, read_only: bool, node: Node) -> Tier:
@@ -219,7 +287,10 @@ def _make_file(tier: TierConfig, read_only: bool, node: Node) -> Tier:
     assert tier.path is not None
     capacity = tier.capacity.size_bytes if tier.capacity else None
     survives = tier.survives or "reboot"
-    return FileTier(tier.path, name=tier.name, survives=survives, capacity_bytes=capacity, read_only=read_only)
+    return FileTier(
+        tier.path, name=tier.name, survives=survives, capacity_bytes=capacity, siblings=node.local_ranks > 1,
+        read_only=read_only,
+    )  # fmt: skip
 
 
 def _make_pfs(tier: TierConfig, read_only: bool, node: Node) -> Tier:

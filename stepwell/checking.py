@@ -10,10 +10,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_args
 
 from stepwell.errors import ConfigError
-from stepwell.schema import DRIVERS, OTHER_DRIVER, BestRule, FlushRule, RetainTable, TierConfig
+from stepwell.schema import (
+    DRIVERS,
+    OTHER_DRIVER,
+    BestRule,
+    Eviction,
+    EvictTable,
+    FlushRule,
+    PrefetchRule,
+    RetainTable,
+    TierConfig,
+)
 from stepwell.tiers.base import Scope
 
 #: of the entry points by which others add drivers and policies
@@ -52,10 +62,14 @@ def check_tier(tier: TierConfig, raw: Mapping[str, Any], key: str, mistakes: Mis
         todo = "Write a size such as '400GiB'"
         raise mistakes.error(f"{key}.capacity", "a percentage is of memory, so only for the host tier", todo)
     _check_driver(tier, raw, key, mistakes)
-    if tier.shared:
-        raise mistakes.error(
-            f"{key}.shared", "shared host memory is not built yet; it comes in a later version", "Write shared = false"
-        )
+    if tier.driver == "host" and tier.path is not None and not tier.shared:
+        raise mistakes.error(f"{key}.path", "private memory has no path", "Leave it out, or write shared = true")
+    if isinstance(tier.evict, EvictTable) and tier.evict.policy not in get_args(Eviction):
+        _check_policy(tier.evict.policy, f"{key}.evict", mistakes, get_args(Eviction))
+    if isinstance(tier.prefetch, PrefetchRule):
+        if tier.prefetch.policy is not None:
+            _check_policy(tier.prefetch.policy, f"{key}.prefetch", mistakes)
+        _check_parts(tier.prefetch.parts, f"{key}.prefetch", mistakes)
     if tier.retain is not None:
         _check_retain(tier.retain, f"{key}.retain", mistakes)
     if tier.flush == []:
@@ -103,9 +117,13 @@ def _check_flush(rule: FlushRule, key: str, mistakes: Mistakes) -> None:
     if rule.every_steps is not None and rule.every is not None:
         what = "a rule has one window, of steps or of time, not both"
         raise mistakes.error(f"{key}.every", what, "Leave one out, or write two rules: flush = [{ … }, { … }]")
-    if rule.parts is not None:
-        what = "no part is named" if not rule.parts else "a part has no name" if "" in rule.parts else ""
-        twice = [part for part in rule.parts if rule.parts.count(part) > 1]
+    _check_parts(rule.parts, key, mistakes)
+
+
+def _check_parts(parts: Sequence[str] | None, key: str, mistakes: Mistakes) -> None:
+    if parts is not None:
+        what = "no part is named" if not parts else "a part has no name" if "" in parts else ""
+        twice = [part for part in parts if parts.count(part) > 1]
         if what or twice:
             what = what or f"part {twice[0]!r} is named twice"
             raise mistakes.error(f"{key}.parts", what, 'Name each part once, as in parts = ["model"]')
@@ -145,8 +163,8 @@ def _check_at_least_one(
             raise mistakes.error(f"{key}.{name}", what, "Write a number of at least 1, or leave the rule out")
 
 
-def _check_policy(name: str, key: str, mistakes: Mistakes) -> None:
-    known = [point.name for point in entry_points(group=POLICY_GROUP)]
+def _check_policy(name: str, key: str, mistakes: Mistakes, built_in: Sequence[str] = ()) -> None:
+    known = [*built_in, *(point.name for point in entry_points(group=POLICY_GROUP))]
     if name not in known:
         todo = nearest(name, known, "No package here brings policies: write the rule with stepwell's own keys")
         raise mistakes.error(f"{key}.policy", f"there is no policy {name!r}", todo)

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -24,9 +24,12 @@ from stepwell.schema import (
     SETTINGS,
     BytesPerSecond,
     Capacity,
+    Eviction,
+    EvictTable,
     FileSchema,
     FlushRule,
     Grace,
+    PrefetchRule,
     RetainTable,
     Seconds,
     TierConfig,
@@ -152,7 +155,10 @@ def _where(name: str, table: type[msgspec.Struct]) -> str:
 
 def _is_others(raw: Mapping[str, Any], table: type[msgspec.Struct]) -> bool:
     """Whether a rule is another package's: all its keys but `policy` are then that package's."""
-    return table in (FlushRule, RetainTable) and isinstance(raw.get("policy"), str)
+    policy = raw.get("policy")
+    return isinstance(policy, str) and (
+        table in (FlushRule, PrefetchRule, RetainTable) or table is EvictTable and policy not in get_args(Eviction)
+    )
 
 
 def _gathered(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +174,9 @@ def _gathered(raw: Mapping[str, Any]) -> dict[str, Any]:
     def tier(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        rules = {name: rule(value[name], INNER[name]) for name in ("flush", "retain") if name in value}
+        rules = {
+            name: rule(value[name], INNER[name]) for name in ("flush", "retain", "evict", "prefetch") if name in value
+        }
         return {**value, **rules}
 
     tiers = raw.get("tier")
@@ -195,8 +203,6 @@ _WORDS = {"null": "", "array": "list", "object": "table", "str": "text", "int": 
 #: where the schema's examples and choices do not say it all
 _TYPE_TODO = {
     "tier": "Begin each tier with [[tier]], in double brackets",
-    "tier.evict": 'Write evict = "lru"; other policies are not built yet and come in a later version',
-    "tier.evict.policy": 'Write policy = "lru"; others are not built yet and come in a later version',
     "tier.retain.tagged": 'Write tagged = ["release"], or tagged = true for any tag',
 }
 

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stepwell.building import Node, build, bytes_per_s
+from stepwell.building import SHARED_CAPACITY, Node, build, bytes_per_s
 from stepwell.config import Config, load_config
 from stepwell.deletion import GRACE_S
 from stepwell.doctor import Diagnosis, Finding, examine
+from stepwell.errors import TierUnavailable
+from stepwell.hostmem import cgroup_limit_bytes
 from stepwell.reference import in_toml, keys_of
 from stepwell.schema import DRIVERS, OTHER_DRIVER, SETTINGS, TierConfig
 from stepwell.settings import Settings
 from stepwell.tiers.pfs import TIMEOUT_S
+from stepwell.tiers.shared import SHARED_ROOT, shared_room
+from stepwell.tracing import VARIABLE
 from stepwell.units import format_bytes, format_duration
 
 Source = Literal["file", "default", "environment", "derived"]
@@ -78,8 +82,17 @@ def _top(config: Config, environ: Mapping[str, str]) -> Iterator[Value]:
     usual = Settings()
     for name in SETTINGS:
         value = config.settings.get(name, getattr(usual, name))
+        if value is None and name == "trace":
+            yield _trace(environ)
+            continue
         text = value if isinstance(value, str) else format_duration(value)
         yield Value(name, value, text, "file" if name in config.settings else "default")
+
+
+def _trace(environ: Mapping[str, str]) -> Value:
+    if file := environ.get(VARIABLE):
+        return Value("trace", file, f"{file}, as {VARIABLE} says", "environment")
+    return Value("trace", None, "nothing is recorded", "default")
 
 
 def _tiers(config: Config, node: Node) -> Iterator[Value]:
@@ -89,6 +102,8 @@ def _tiers(config: Config, node: Node) -> Iterator[Value]:
         takes = DRIVERS.get(tier.driver, OTHER_DRIVER).takes
         for name in keys_of(TierConfig):
             if name not in takes and name not in ("name", "driver"):
+                continue
+            if name == "path" and tier.driver == "host" and not tier.shared:
                 continue
             key = f"tier[{i}].{name}"
             if name in written:
@@ -127,6 +142,10 @@ def _default(key: str, name: str, tier: TierConfig, place: int) -> Value:
     value, text = None, "none"
     if name == "capacity":
         text = "grows with the first save" if place < 0 else "what its medium has"
+        if tier.shared:
+            text = f"{SHARED_CAPACITY.fraction or 0:.0%} of the memory that this job may use"
+    elif name == "path":
+        value = text = str(SHARED_ROOT)
     elif name == "survives":
         value = {"file": "reboot", "memory": "process", "pfs": "node-loss"}.get(tier.driver)
         text = value or "as its driver says"
@@ -156,14 +175,31 @@ def _default(key: str, name: str, tier: TierConfig, place: int) -> Value:
 def _look(config: Config) -> Diagnosis:
     """As `stepwell doctor` looks at the machine and at each tier's folder; of one that a tier would make, at the
     folder above."""
-    exists = [(tier, *_exists(tier, Path(tier.path))) for tier in config.tiers if tier.path is not None]
+    storage = [tier for tier in config.tiers if tier.driver != "host"]
+    exists = [(tier, *_exists(tier, Path(tier.path))) for tier in storage if tier.path is not None]
     seen = examine([place for _, place, _ in exists if place is not None])
-    paths = {}
+    paths = {tier.path or str(SHARED_ROOT): _shared(tier) for tier in config.tiers if tier.shared}
     for tier, place, first in exists:
         found = seen.paths.get(str(place), [])
         paths[str(tier.path)] = [first, *found, *_room(tier, found)]
     machine = [each for each in seen.machine if each.key != "config"]  # another file than the one that is checked
     return Diagnosis(machine, paths)
+
+
+def _shared(tier: TierConfig) -> list[Finding]:
+    """Whether memory can be shared there, and how much of it."""
+    root = Path(tier.path or SHARED_ROOT)
+    try:
+        kind, free_bytes = shared_room(root)
+    except TierUnavailable as error:
+        return [Finding("memory", False, error.what, "bad", error.todo)]
+    wanted_bytes = (tier.capacity or SHARED_CAPACITY).of(cgroup_limit_bytes())
+    found = Finding("memory", kind, kind, "good")
+    text = f"{format_bytes(free_bytes)} free or without an owner, and {format_bytes(wanted_bytes)} are wanted"
+    if free_bytes >= wanted_bytes:
+        return [found, Finding("free_bytes", free_bytes, text, "good")]
+    todo = "Give it more (of a container: docker run --shm-size), name a larger mount as path, or less as capacity"
+    return [found, Finding("free_bytes", free_bytes, text, "slow", todo)]
 
 
 def _exists(tier: TierConfig, path: Path) -> tuple[Path | None, Finding]:

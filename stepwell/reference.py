@@ -26,6 +26,7 @@ from stepwell.schema import (
     FileSchema,
     FlushRule,
     Grace,
+    PrefetchRule,
     RetainTable,
     Seconds,
     TierConfig,
@@ -33,7 +34,8 @@ from stepwell.schema import (
 
 #: keys whose value is a table, or a list of tables, of their own
 INNER: dict[str, type[Struct]] = {
-    "tier": TierConfig, "evict": EvictTable, "flush": FlushRule, "retain": RetainTable, "best": BestRule,
+    "tier": TierConfig, "evict": EvictTable, "prefetch": PrefetchRule, "flush": FlushRule, "retain": RetainTable,
+    "best": BestRule,
 }  # fmt: skip
 #: fields that are no keys
 HIDDEN = frozenset({"keywords"})
@@ -131,7 +133,9 @@ def json_schema() -> dict[str, Any]:
         definition = made["$defs"][table.__name__]
         for hidden in HIDDEN & set(definition["properties"]):
             del definition["properties"][hidden]
-        if "policy" in definition["properties"] and table is not EvictTable:
+        if table is EvictTable:
+            definition["additionalProperties"] = True  # of another package's policy
+        elif "policy" in definition["properties"]:
             policy = definition["properties"].pop("policy")
             other = {
                 "type": "object", "properties": {"policy": policy}, "required": ["policy"],
@@ -168,6 +172,7 @@ def tables() -> str:
         ("## retain", "In `retain`, at least one of:", RetainTable),
         ("## best", "In `best`, all of:", BestRule),
         ("## evict", "In `evict`, where it is a table:", EvictTable),
+        ("## prefetch", "In `prefetch`, where it is a table:", PrefetchRule),
     ]
     return "\n\n".join(f"{head}\n\n{text}\n\n{_table(table)}" for head, text, table in sections)
 

@@ -59,8 +59,32 @@ def _count(text: str, example: int) -> Meta:
     return Meta(description=text, examples=[example], extra_json_schema={"minimum": 1})
 
 
+#: those of `stepwell.policies.evict`
+Eviction = Literal["s3-fifo", "lru", "cost-aware"]
+
+
 class EvictTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    policy: Annotated[Literal["lru"], _doc("`lru`: the least recently used shard first, its tail first")]
+    policy: Annotated[
+        str,
+        _doc(
+            "one of the names above, or an entry point of the group `stepwell.policies`; further keys are then its own",
+            "cost-aware",
+        ),
+    ]
+    keywords: dict[str, Any] = {}  # those further keys; put here by stepwell.config
+
+
+class PrefetchRule(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """`prefetch`, where it is more than a word: the newest checkpoint, or what another package's policy says."""
+
+    parts: Annotated[
+        list[str] | None, _doc("of the newest checkpoint, only these parts come up. Default: all", ["model"])
+    ] = None
+    policy: Annotated[
+        str | None,
+        _doc("instead: an entry point of the group `stepwell.policies`; further keys are its own"),
+    ] = None
+    keywords: dict[str, Any] = {}  # those further keys; put here by stepwell.config
 
 
 class FlushRule(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -140,21 +164,30 @@ class TierConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         str | None,
         _doc(
             "the folder that holds the runs. `~` and `$VARIABLES` are replaced; a relative path starts at the config "
-            "file. A `pfs` folder must exist: stepwell never makes it",
+            "file. A `pfs` folder must exist: stepwell never makes it. Of `host` with `shared = true`: where shared "
+            "memory is mounted, a tmpfs or a hugetlbfs; default `/dev/shm`",
             "/local/$USER",
         ),
     ] = None
     capacity: Annotated[
         Capacity | None,
         _doc(
-            "the most that stepwell's shards take there. Of `host` and `memory`, per node, shared by its local ranks; "
+            "the most that stepwell's shards take there. Per node, shared by its local ranks (of `pfs`, per run); "
             'of the host tier also `"25%"` of the memory that the job\'s cgroup may use. The host tier takes all '
             "of it from the system at the start, in the background. Without it, the host tier grows with the first "
-            "save, and storage tiers have their medium's own limit",
+            "save (with `shared = true`: it is 25%), and storage tiers have their medium's own limit",
             "400GiB",
         ),
     ] = None
-    shared: Annotated[bool, _doc("`false`; memory shared between processes comes in a later version", False)] = False
+    shared: Annotated[
+        bool,
+        _doc(
+            "`true`: the memory is named and outlives the process, also one that is killed: the next one that opens "
+            "this run on the node goes on with what is there, and other processes read from it. `stepwell host ls` "
+            "shows it, `stepwell host free` gives it back. Default: `false`, private memory",
+            True,
+        ),
+    ] = False
     survives: Annotated[
         Literal["process", "reboot", "node-loss"] | None,
         _doc(
@@ -163,9 +196,23 @@ class TierConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         ),
     ] = None
     evict: Annotated[
-        Literal["lru"] | EvictTable,
-        _doc("what leaves memory first: chunks that another tier has, too, in the order of their last use"),
-    ] = "lru"
+        Eviction | EvictTable,
+        _doc(
+            "what leaves memory first, of what another tier has, too. `s3-fifo`: what was not used again since it "
+            "came; a scan or a save pushes out little else; `lru`: the shard used longest ago; `cost-aware`: what is "
+            "cheap to fetch again and seldom used. What prefetches have announced goes last, whichever it is",
+            {"policy": "cost-aware"},
+        ),
+    ] = "s3-fifo"
+    prefetch: Annotated[
+        Literal["newest"] | PrefetchRule | None,
+        _doc(
+            'what comes up to it before anybody asks. `"newest"`: the newest complete checkpoint, the likely next '
+            "restore, when a store is opened (for reading, too), when a newer one is there, and when a part of it had "
+            "to give way; never during a save, and after all that `store.prefetch` asks for. Default: nothing",
+            {"parts": ["model"]},
+        ),
+    ] = None
     flush: Annotated[
         Literal["all", "at-close"] | FlushRule | list[FlushRule] | None,
         _doc(
@@ -236,6 +283,15 @@ class FileSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         Seconds | None,
         _doc('the longest that `close` or leaving the interpreter waits. Default: `"10min"`', "10min"),
     ] = None
+    trace: Annotated[
+        str | None,
+        _doc(
+            "a file to which each process appends what it saves, restores and prefetches, for `stepwell lab simulate`: "
+            "rank 3 of 8 writes `.rank00003-of-00008` before its ending, `%p` stands for the process's id. `~` and "
+            "`$VARIABLES` are replaced. Default: what STEPWELL_TRACE names",
+            "trace.jsonl",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +307,7 @@ class DriverRules:
 _STORAGE = frozenset({"capacity", "survives", "flush", "retain", "verify_after_flush", "delete_grace"})
 _REMOTE = _STORAGE | {"path", "bandwidth", "bandwidth_per_job", "timeout"}
 DRIVERS = {
-    "host": DriverRules(frozenset({"capacity", "shared", "evict"}), scope="process"),
+    "host": DriverRules(frozenset({"capacity", "shared", "path", "evict", "prefetch"}), scope="process"),
     "memory": DriverRules(_STORAGE, survives=frozenset({"process"})),
     "file": DriverRules(_STORAGE | {"path"}, frozenset({"path"})),
     "pfs": DriverRules(_REMOTE, frozenset({"path"}), "shared", frozenset({"node-loss"})),
@@ -260,4 +316,4 @@ DRIVERS = {
 OTHER_DRIVER = DriverRules(_REMOTE, scope=None)
 
 #: the top-level keys that are fields of `stepwell.settings.Settings`
-SETTINGS = ("on_pressure", "max_unsaved", "block_timeout", "exit_timeout")
+SETTINGS = ("on_pressure", "max_unsaved", "block_timeout", "exit_timeout", "trace")

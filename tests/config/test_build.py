@@ -21,6 +21,7 @@ from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.pfs import PfsTier
+from stepwell.tiers.shared import SharedHostTier
 
 NODE = Node(local_ranks=4, limit_bytes=1 << 30)
 
@@ -68,6 +69,18 @@ def test_a_whole_chain(tmp_path: Path) -> None:
 def test_a_host_tier_without_a_capacity_grows(tmp_path: Path) -> None:
     host = built(tmp_path, tier("host", "host") + tier("m", "memory")).tiers[0]
     assert isinstance(host, HostTier) and host.grows
+
+
+def test_shared_memory_has_a_size_and_a_place_of_its_own(tmp_path: Path) -> None:
+    text = tier("host", "host", "shared = true", 'path = "/dev/shm"') + tier("d", "file", f'path = "{tmp_path}/d"')
+    arenas = set()
+    for run, rank, place in (("a", 0, "d"), ("a", 0, "d"), ("a", 1, "d"), ("b", 0, "d"), ("a", 0, "e")):
+        node = Node(local_ranks=4, limit_bytes=1 << 30, local_rank=rank)
+        [host, _] = built(tmp_path, text.replace('/d"', f'/{place}"'), run=run, node=node).tiers
+        assert isinstance(host, SharedHostTier) and not host.grows and not host.owned
+        assert host.info.capacity_bytes == (1 << 30) // 4 // 4
+        arenas.add(host.arena_name)
+    assert len(arenas) == 4
 
 
 def test_private_memory_is_shared_out_to_the_local_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from stepwell.building import Built, Node, build
 from stepwell.config import load_config
 from stepwell.reference import json_schema
 from stepwell.settings import TierOptions
+from stepwell.tiers.shared import SHARED_ROOT
 from tests.config.test_reference import fits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -20,7 +23,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The folders that the examples' variables name."""
     found = {}
     for name in ("HOME", "SCRATCH", "ARCHIVE", "PROJECT_DIR", "MODELS"):
@@ -28,7 +31,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         monkeypatch.setenv(name, found[name])
         Path(found[name]).mkdir()
     Path(found["PROJECT_DIR"], "checkpoints").mkdir()
-    return found
+    with tempfile.TemporaryDirectory(dir=SHARED_ROOT, prefix="stepwell-test-") as memory:
+        monkeypatch.setattr("stepwell.building.SHARED_ROOT", Path(memory))
+        yield found
 
 
 def built(name: str, places: dict[str, str]) -> Built:

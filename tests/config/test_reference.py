@@ -104,7 +104,8 @@ TRIED: list[tuple[str, Any, bool]] = [
     ("timeout", 0, False), ("timeout", 1.5, True), ("bandwidth", "20GB/s", True), ("bandwidth", 0, False),
     ("capacity", "25%", True), ("capacity", 1.5, False), ("verify_after_flush", "digest", True),
     ("verify_after_flush", "sha", False), ("survives", "node-loss", True), ("evict", {"policy": "lru"}, True),
-    ("evict", "s3-fifo", False), ("shared", False, True), ("shared", "no", False), ("xyzzy", 1, False),
+    ("evict", "s3-fifo", True), ("evict", "fifo", False), ("evict", {"policy": "theirs", "a": 1}, True),
+    ("evict", {"a": 1}, False), ("shared", False, True), ("shared", "no", False), ("xyzzy", 1, False),
 ]  # fmt: skip
 
 

@@ -71,6 +71,8 @@ def test_without_a_file_one_line_is_enough(tmp_path: Path) -> None:
         ({"max_unsaved": float("nan")}, "max_unsaved=nan.*above 0"),
         ({"max_unsaved": True}, "max_unsaved=True.*above 0"),
         ({"block_timeout": [1]}, "block_timeout=.1.*above 0"),
+        ({"trace": ""}, "trace=''.*Name a file"),
+        ({"trace": 5}, "trace=5.*Name a file"),
     ],
 )
 def test_what_cannot_be_set(wrong: dict[str, Any], says: str, file: Path, tmp_path: Path) -> None:
