@@ -95,6 +95,12 @@ async def open_checkpoint(
     leases: list[Lease] = []
     catalog.reading[attempt] += 1  # from before the first look, so that retention leaves what is found
     try:
+        try:
+            return await _open(catalog, attempt, rank, world, parts, leases)
+        except CorruptData as error:
+            if not error.retry:
+                raise
+        await catalog.refresh()
         return await _open(catalog, attempt, rank, world, parts, leases)
     except BaseException:
         await _give_back(catalog, attempt, leases)
@@ -214,9 +220,11 @@ async def _open_shard(
             raise _gone(catalog, attempt)
         what = f"no tier has {shard.file} whole: {wrong or 'it is on none'}"
         catalog.require_all_tiers(what)
-        raise CorruptData(
+        corrupt = CorruptData(
             what, path=str(key), step=attempt.step, key=", ".join(sorted(_parts_of(opened.record, shard.file)))
         )
+        corrupt.retry = not wrong  # a whole copy may have come since, or while one tier was listed after the other
+        raise corrupt
     return HeldShard(key, shard, tiers)
 
 

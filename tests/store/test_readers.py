@@ -7,16 +7,19 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 import stepwell
+from stepwell.catalog import Catalog
 from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, StepwellError, TierUnavailable
 from stepwell.policies.evict import LRU
-from stepwell.tiers.base import NOTES
+from stepwell.reader import open_checkpoint
+from stepwell.tiers.base import NOTES, Found
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.pfs import PfsTier
@@ -254,3 +257,41 @@ def test_watch_says_that_it_cannot_see(tmp_path: Path) -> None:
     with pytest.raises(StepwellError, match="nothing can be seen"):
         list(reader.watch(poll="5ms", timeout="10ms"))
     reader.close()
+
+
+class Early(FileTier):
+    """Is listed once before a checkpoint is there that other tiers already have a part of."""
+
+    early = True
+
+    async def scan(self, run: str) -> AsyncIterator[Found]:
+        early, self.early = self.early, False
+        async for found in super().scan(run):
+            if not (early and found.attempt.startswith("step-")):
+                yield found
+
+
+def test_tiers_that_are_listed_one_after_the_other_hide_no_part(tmp_path: Path) -> None:
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
+    tiers = [FileTier(tmp_path / "near", name="near"), FileTier(tmp_path / "far", name="far")]
+    with stepwell.open(run="run", tiers=tiers, policies=[]) as store:
+        store.save(1, {"model": torch.ones(9), "optimizer": torch.ones(600_000)}).wait("near")
+        store.flush(1, "far", parts=["model"])
+        catalog = Catalog("run", [near := Early(tmp_path / "near", name="near"), *tiers[1:]])
+
+        async def look() -> tuple[int, list[str]]:
+            await near.start()
+            try:
+                await catalog.refresh()
+                [attempt] = catalog.holdings
+                seen = len(catalog.holdings[attempt])
+                opened = await open_checkpoint(catalog, attempt, 0, 1)
+                files = sorted(held.shard.file for held in opened.held)
+                await opened.close()
+                return seen, files
+            finally:
+                await near.close()
+
+        seen, files = store._runtime.run(look())
+        assert seen == 1 and len(files) > 1
