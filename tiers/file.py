@@ -198,14 +198,16 @@ class FileTier(Tier):
         async with self._locks.hold(shard):
             await self._discard(shard, keep=resume and self._writers.can_resume(shard, size_bytes))
             if self._budget is None:
-                refused = self._books.over_capacity(shard, size_bytes, self.info.name)
-                return refused or await self._take_room(shard, path, size_bytes, resume)
+                return await self._take_room(shard, path, size_bytes, resume)
             run = shard.checkpoint.run
             async with self._budget.held(run):
                 refused = await self._budget.refusal(run, path, size_bytes, self.info.name)
                 return refused or await self._take_room(shard, path, size_bytes, resume)
 
     async def _take_room(self, shard: ShardKey, path: str, size_bytes: int, resume: bool) -> Reservation | Refused:
+        refused = self._books.over_capacity(shard, size_bytes, self.info.name) if self._budget is None else None
+        if refused:
+            return refused
         committed = self._books.committed.get(shard), self._books.physical.get(shard)
         self._books.reserve(shard, size_bytes)  # before the first await: others must see it
         try:

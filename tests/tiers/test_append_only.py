@@ -71,7 +71,7 @@ def test_padding_that_cannot_be_cut_off_fails_the_commit_by_name(ext4: Path) -> 
         assert isinstance(reservation, Reservation)
         await write_all(tier, reservation, data_of(5000))
         change(ext4 / "root" / SHARD_PATH, "+a")
-        with pytest.raises(TierError, match="cannot commit: EPERM") as caught:
+        with pytest.raises(TierError, match="cannot commit: .*EPERM") as caught:
             await tier.commit(MANIFEST, b"{}", shards=[reservation])
         assert caught.value.errno == errno.EPERM and await tier.fetch(MANIFEST) is None
         change(ext4 / "root" / SHARD_PATH, "-a")
