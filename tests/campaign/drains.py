@@ -9,13 +9,9 @@ What all of them began to write, chunk by chunk, is counted. Written again is wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -27,6 +23,7 @@ from stepwell.tiers.base import CHUNK_BYTES, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.pfs import PfsTier
 from stepwell.tiers.wrap import Event, Traced
+from tests.campaign.command import command
 from tests.campaign.kill9 import forked
 
 #: what the shared tier lets through
@@ -137,17 +134,5 @@ def run(folder: Path, kills: int, seed: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="drains.") as scratch:
-        result = run(Path(scratch).resolve(), args.kills, args.seed)
-    print(json.dumps(result))
-    sys.exit(1 if result["wrong"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, counted="kills")

@@ -5,8 +5,6 @@ python -m tests.campaign.exits --rounds 200 --dir SCRATCH
 
 from __future__ import annotations
 
-import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -16,6 +14,7 @@ from pathlib import Path
 import torch
 
 import stepwell
+from tests.campaign.command import command
 from tests.store.scripts import Scripts
 from tests.store.test_exit import AGAIN, OPEN
 
@@ -50,18 +49,7 @@ def run(folder: Path, rounds: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="of each way to leave")
-    parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
-    args = parser.parse_args()
+if __name__ == "__main__":
     # whoever starts this in the background has SIGINT ignored, and so would the scripts that send it to themselves
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="exits.") as scratch:
-        result = run(Path(scratch), args.rounds)
-    print(json.dumps(result))
-    sys.exit(1 if result["wrong"] else 0)
-
-
-if __name__ == "__main__":
-    main()
+    command(__doc__, run, seeded=False)

@@ -12,8 +12,6 @@ nothing is left.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import select
@@ -36,6 +34,7 @@ from stepwell.tiers._index import SlotState, name_of
 from stepwell.tiers._sharedindex import IndexView, Unusable
 from stepwell.tiers.base import CheckpointKey, ShardKey
 from stepwell.tiers.shared import SharedHostTier
+from tests.campaign.command import command
 from tests.campaign.kill9 import forked, same
 
 #: elements of the large tensor: three chunks
@@ -279,17 +278,5 @@ def run(scratch: Path, rounds: int, seed: int, window_s: float = 0.4) -> dict[st
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="hosts.") as scratch:
-        result = run(Path(scratch), args.rounds, args.seed)
-    print(json.dumps(result))
-    sys.exit(1 if result["wrong"] or result["left"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run)

@@ -9,14 +9,11 @@ run's folder stays from round to round, so what earlier kills left is taken over
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import select
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +23,7 @@ from typing import NoReturn
 import torch
 
 import stepwell
+from tests.campaign.command import command
 
 #: elements of the large tensor: a save takes some tens of milliseconds, so kills fall into all of its phases
 SIZE = 6_000_000
@@ -169,17 +167,5 @@ def run(folder: Path, rounds: int, seed: int, window_s: float = 0.4) -> dict[str
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="kill9.") as scratch:
-        result = run(Path(scratch) / "run", args.rounds, args.seed)
-    print(json.dumps(result))
-    sys.exit(1 if result["wrong"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, lambda scratch, rounds, seed: run(scratch / "run", rounds, seed))

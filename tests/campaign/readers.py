@@ -10,13 +10,11 @@ that may never have been there. Every tensor tells its step in every byte.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ import torch
 
 import stepwell
 from stepwell.errors import CheckpointGone, CheckpointNotFound, NoGoodCheckpoint
+from tests.campaign.command import command
 from tests.campaign.kill9 import forked, same
 
 #: elements of the large tensor: a checkpoint is several chunks in three shards, so that deletions fall between reads
@@ -186,18 +185,5 @@ def run(folder: Path, rounds: int, seed: int, grace: str = "200ms") -> dict[str,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="restores (40)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--grace", default="200ms", help="how long the shared tier keeps deleted files (200ms)")
-    parser.add_argument("--dir", help="scratch folder (default: a temporary one)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="readers.") as scratch:
-        result = run(Path(scratch).resolve(), args.rounds, args.seed, args.grace)
-    print(json.dumps(result))
-    sys.exit(1 if result["wrong"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run, count=40, grace="200ms")

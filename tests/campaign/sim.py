@@ -49,6 +49,8 @@ def run(first: int, seeds: int, workers: int, state: Path | None = None) -> dict
     """All batches that are not done yet; returns the totals of all."""
     began = time.monotonic()
     done = load(state)
+    if state is not None:
+        state.parent.mkdir(parents=True, exist_ok=True)
     todo = [at for at in range(first, first + seeds, BATCH) if at not in done]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for batch in pool.imap_unordered(run_batch, todo):

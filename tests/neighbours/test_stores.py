@@ -6,8 +6,6 @@ Several stores of one process are to each other what stores of several processes
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 
 import stepwell
 from stepwell.tiers.shared import SharedHostTier
+from tests.store.helpers import sharing
 
 ROWS = 5000  # of 1024 floats: three chunks
 
@@ -31,14 +30,8 @@ def config(tmp_path: Path) -> Iterator[Path]:
     """A shared host tier over a disk where run `run` has step 3."""
     with stepwell.open(tmp_path / "run") as store:
         store.save(3, state(3.0)).wait()
-    memory = tempfile.mkdtemp(prefix="stepwell-test-", dir="/dev/shm")
-    file = tmp_path / "shared.toml"
-    file.write_text(
-        f'[[tier]]\nname = "host"\ndriver = "host"\ncapacity = "256MiB"\nshared = true\npath = "{memory}"\n'
-        f'[[tier]]\nname = "disk"\ndriver = "file"\npath = "{tmp_path}"\n'
-    )
-    yield file
-    shutil.rmtree(memory)
+    with sharing(tmp_path) as file:
+        yield file
 
 
 def opened(config: Path, mode: Literal["w", "r"] = "r") -> stepwell.CheckpointStore:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import stepwell
 from stepwell.errors import StepwellError
 from stepwell.tiers.host import HostTier
 from tests.prefetch.helpers import here, moved_bytes
-from tests.store.helpers import eventually
+from tests.store.helpers import eventually, sharing
 
 SIZE = 6_000_000  # of 4 bytes: three chunks of 8 MiB
 
@@ -23,14 +21,8 @@ SIZE = 6_000_000  # of 4 bytes: three chunks of 8 MiB
 def config(tmp_path: Path) -> Iterator[Path]:
     with stepwell.open(tmp_path / "run") as store:
         store.save(3, {"model": {"w": torch.arange(SIZE, dtype=torch.int32)}}).wait()
-    memory = tempfile.mkdtemp(prefix="stepwell-test-", dir="/dev/shm")
-    file = tmp_path / "shared.toml"
-    file.write_text(
-        f'[[tier]]\nname = "host"\ndriver = "host"\ncapacity = "256MiB"\nshared = true\npath = "{memory}"\n'
-        f'[[tier]]\nname = "disk"\ndriver = "file"\npath = "{tmp_path}"\n'
-    )
-    yield file
-    shutil.rmtree(memory)
+    with sharing(tmp_path) as file:
+        yield file
 
 
 def test_a_client_s_prefetch_is_in_the_owner_s_memory_and_pins_are_refused(config: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,21 @@ def host(mebibytes: int = 64) -> HostTier:
 def disk(path: Path, plan: Sequence[Fault] = (), name: str = "disk") -> Faulty:
     (path / name).mkdir(exist_ok=True)
     return Faulty(FileTier(path / name, name=name), plan)
+
+
+@contextmanager
+def sharing(path: Path) -> Iterator[Path]:
+    """A config file with a shared host tier, in memory of its own, over the disk `path`."""
+    memory = tempfile.mkdtemp(prefix="stepwell-test-", dir="/dev/shm")
+    file = path / "shared.toml"
+    file.write_text(
+        f'[[tier]]\nname = "host"\ndriver = "host"\ncapacity = "256MiB"\nshared = true\npath = "{memory}"\n'
+        f'[[tier]]\nname = "disk"\ndriver = "file"\npath = "{path}"\n'
+    )
+    try:
+        yield file
+    finally:
+        shutil.rmtree(memory)
 
 
 def steps(store: stepwell.CheckpointStore, tier: str) -> list[int]:
