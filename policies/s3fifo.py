@@ -16,8 +16,8 @@ __all__ = ["S3FIFO"]
 
 #: of what is resident, the part that new chunks pass through, as in the paper
 SMALL_SHARE = 0.1
-#: uses in the small queue that bring a chunk to the main one, and the most that are counted; the paper's
-USES_TO_STAY, USES_MAX = 2, 3
+#: uses in the small queue that bring a chunk to the main one, where the paper has 2; and the most that are counted
+USES_TO_STAY, USES_MAX = 1, 3
 #: a chunk is used once, however often it is touched, until so much of what is resident was touched otherwise: one
 #: restore may lease it, and read it in several pieces
 SAME_USE_SHARE = 0.01
@@ -108,13 +108,15 @@ class _Queue:
 class S3FIFO:
     """S3-FIFO by Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023).
 
-    New chunks enter a small queue. At its end, those that were used twice meanwhile go on to the main queue, and the
+    New chunks enter a small queue. At its end, those that were used meanwhile go on to the main queue, and the
     others are evicted, and remembered in a ghost queue; what enters again while it is remembered goes to the main queue
     at once. At the end of the main queue, a chunk that was used goes round again with one use less. So what is
     loaded once, a scan or a save, pushes out little else.
 
     Where this differs from the paper:
 
+    - One use in the small queue is enough to stay, not two: a checkpoint or a model is seldom asked for again so soon,
+      and is large (benchmarks/results has what that gains).
     - It has no capacity of its own: what is resident when room is asked for is what there is room for. The small queue
       gives way as long as it has a tenth of that; the ghosts are together as large as the rest.
     - Chunks of a shard that enter together stand together, and of such a run the tail goes first, also while it is
