@@ -31,7 +31,8 @@ class FlushRule:
 
     parts: only these go, as far as a checkpoint has them; one that is there with all of them counts, whoever sent
     it. idle: asks only while nothing else is on its way to the tier and no save is under way. newest_wins: only
-    the newest that is due is asked for, and older flushes of this rule that have not begun are taken back.
+    the newest that is due is asked for, and older flushes of this rule that have not begun are taken back, but for
+    those that a rule of `beside` would ask for again.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FlushRule:
         self.tier, self.every_steps, self.every_s = tier, every_steps, every_s
         self.parts = None if parts is None else frozenset(parts)
         self.idle, self.newest_wins = idle, newest_wins
+        self.beside: Sequence[FlushRule] = ()  # the other rules of the tier
 
     def __repr__(self) -> str:
         return f"<FlushRule to {self.tier}: {self._words()}>"
@@ -141,6 +143,7 @@ class FlushRule:
 
     def _given_up(self, newest: CheckpointView, view: View) -> list[Flush | Cancel]:
         order = view.order()
+        needed = {name for rule in self.beside for name in rule._counts_on(view)}
         return [
             Cancel(
                 c.name, self.tier, f"step {newest.step} is newer, and the newest wins",
@@ -148,9 +151,19 @@ class FlushRule:
             )
             for c in view.line()
             if order[c.name] < order[newest.name]
+            and c.name not in needed
             and (c.name, self.tier) in view.promised.keys() - view.running
             and view.promised[c.name, self.tier] == self._wanted(c)
         ]  # fmt: skip
+
+    def _counts_on(self, view: View) -> list[str]:
+        """Checkpoints that are on their way and that it would ask for if they were not. Whose flush it is, nobody says:
+        what one rule has asked for, the others do not ask for again."""
+        line = view.line()
+        coming = [c for c in line if self._applies(c) and view.coming(c, self.tier, self._wanted(c))]
+        first = firsts(coming, self._windows(line))
+        names = [c.name for c in coming if c.name in first]
+        return names[-1:] if self.newest_wins else names
 
 
 class FlushNewest:

@@ -166,6 +166,9 @@ def _flushes(tier: TierConfig, key: str, mistakes: Mistakes, *, last: bool) -> l
                 newest_wins=rule.backlog == "newest-wins",
             )
         )
+    ours = [policy for policy in made if isinstance(policy, FlushRule)]
+    for one in ours:
+        one.beside = [other for other in ours if other is not one]
     return made
 
 

@@ -175,11 +175,16 @@ class Flusher:
             await goal.copied.wait()
 
     def _next(self) -> Goal | None:
-        """The most urgent that can be tried: of equals the one with fewest tries, else the first. Two goals of
-        one checkpoint would share its files: one waits for the other."""
+        """The most urgent that can be tried: of equals the one with fewest tries, else the first. What somebody asked
+        for by hand goes before others once: if it fails, it must not keep them away. Two goals of one checkpoint would
+        share its files: one waits for the other."""
         running = {goal.attempt for goal in self._goals if goal.running}
         waiting = [goal for goal in self._goals if goal.attempt not in running and not goal.held]
-        return min(waiting, key=lambda goal: (goal.place, goal.priority, goal.tries), default=None)
+
+        def turn(goal: Goal) -> tuple[int, Priority, int]:
+            return goal.place, max(goal.priority, Priority.FLUSH) if goal.tries else goal.priority, goal.tries
+
+        return min(waiting, key=turn, default=None)
 
     async def _woken(self) -> None:
         self._wake.clear()

@@ -233,6 +233,21 @@ def test_the_newest_takes_nothing_back_that_another_rule_has_asked_for() -> None
     assert cancelled(FlushRule("pfs", newest_wins=True), event, elsewhere) == []
 
 
+@pytest.mark.parametrize("other", [{}, {"every_steps": 20}, {"every_steps": 20, "newest_wins": True}])
+def test_what_another_rule_of_the_tier_counts_on_is_not_taken_back_only_to_be_asked_for_again(
+    other: dict[str, Any],
+) -> None:
+    newest, others = FlushRule("pfs", newest_wins=True), FlushRule("pfs", **other)
+    newest.beside, others.beside = [others], [newest]
+    made = [checkpoint(step, ["nvme"]) for step in (10, 20, 30)]
+    queue = [("step-10", "pfs"), ("step-20", "pfs")]
+    event = Committed("step-30", "nvme")
+    given_up = cancelled(newest, event, view(*made, promised=queue))
+    assert ("step-20", "pfs") not in given_up and (other or not given_up)
+    left = [key for key in [*queue, ("step-30", "pfs")] if key not in given_up]
+    assert others.decide(Noted("step-10"), view(*made, promised=left)) == []
+
+
 # -- closing and pressure ----------------------------------------------------------------------------
 
 

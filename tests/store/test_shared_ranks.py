@@ -1,4 +1,4 @@
-"""Shared host memory in a job of several ranks: each has an arena of its own, and a checkpoint is all ranks' or none's."""
+"""Shared host memory in a job of several ranks: each has an arena of its own, and all of them make one checkpoint."""
 
 from __future__ import annotations
 
