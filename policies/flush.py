@@ -19,7 +19,7 @@ from stepwell.policies.base import (
 )
 from stepwell.policies.windows import check_seconds, check_steps, firsts, of_seconds, of_steps, spoken
 
-__all__ = ["DropBacklog", "FlushNewest", "FlushRule"]
+__all__ = ["DropBacklog", "FlushNewest", "FlushRule", "side_by_side"]
 
 
 class FlushRule:
@@ -56,7 +56,7 @@ class FlushRule:
         self.tier, self.every_steps, self.every_s = tier, every_steps, every_s
         self.parts = None if parts is None else frozenset(parts)
         self.idle, self.newest_wins = idle, newest_wins
-        self.beside: Sequence[FlushRule] = ()  # the other rules of the tier
+        self.beside: Sequence[FlushRule] = ()  # the other rules of the tier: see `side_by_side`
 
     def __repr__(self) -> str:
         return f"<FlushRule to {self.tier}: {self._words()}>"
@@ -164,6 +164,13 @@ class FlushRule:
         first = firsts(coming, self._windows(line))
         names = [c.name for c in coming if c.name in first]
         return names[-1:] if self.newest_wins else names
+
+
+def side_by_side(policies: Sequence[object]) -> None:
+    """Lets the rules of one tier know each other."""
+    rules = [policy for policy in policies if isinstance(policy, FlushRule)]
+    for rule in rules:
+        rule.beside = [other for other in rules if other is not rule]
 
 
 class FlushNewest:

@@ -20,7 +20,7 @@ from stepwell.hostmem import LIMIT_SHARE, cgroup_limit_bytes, free_memory_bytes,
 from stepwell.policies.announced import Announced
 from stepwell.policies.base import Policy
 from stepwell.policies.evict import EVICTION
-from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.flush import FlushNewest, FlushRule, side_by_side
 from stepwell.policies.prefetch import PrefetchNewest
 from stepwell.policies.retain import Best, Retain
 from stepwell.schema import BestRule, Capacity, EvictTable, PrefetchRule, TierConfig
@@ -166,9 +166,7 @@ def _flushes(tier: TierConfig, key: str, mistakes: Mistakes, *, last: bool) -> l
                 newest_wins=rule.backlog == "newest-wins",
             )
         )
-    ours = [policy for policy in made if isinstance(policy, FlushRule)]
-    for one in ours:
-        one.beside = [other for other in ours if other is not one]
+    side_by_side(made)
     return made
 
 

@@ -17,6 +17,7 @@ from stepwell.errors import (
     StepwellError,
     TierError,
     TierFull,
+    TierUnavailable,
 )
 from stepwell.flushing import Goal
 from stepwell.format.names import MANIFEST, Attempt, rank_file
@@ -91,7 +92,7 @@ class FlushWork:
     async def forget(self, attempt: Attempt, tier: Tier) -> None:
         """Frees what this rank's tries of a flush have left on a tier that does not get the checkpoint."""
         copy = (attempt.folder, tier.info.name)
-        if copy in self._deleter.busy or any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, [])):
+        if copy in self._deleter.busy or self._is_known(attempt, tier):
             return
         self._deleter.busy.add(copy)
         try:
@@ -101,7 +102,7 @@ class FlushWork:
 
     async def _forget(self, attempt: Attempt, tier: Tier) -> None:
         chain, rank = self._chain, self._owner.job.rank
-        if await self._deleter.waits(attempt, tier):
+        if await self._deleter.waits(attempt, tier) or await self._is_committed(attempt, tier):
             return
         record, _ = await read_record(chain.catalog, attempt, rank, Healing())
         key = CheckpointKey(chain.run, attempt.folder)
@@ -121,7 +122,7 @@ class FlushWork:
         healing = Healing()
         record, data = await read_record(chain.catalog, attempt, self._owner.job.rank, healing)
         wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)
-        if any(h.tier is tier for h in chain.catalog.holdings.get(attempt, [])):
+        if await self._is_committed(attempt, tier):
             there = set(record.parts) - set((await chain.catalog.manifest(attempt, tier)).absent)
             if wanted <= there:
                 return None
@@ -172,6 +173,27 @@ class FlushWork:
             for shard_key, _ in sizes:  # of what only memory had, it need not be kept any more
                 chain.host.arena.clean(shard_key)
         return manifest
+
+    def _is_known(self, attempt: Attempt, tier: Tier) -> bool:
+        return any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, []))
+
+    async def _is_committed(self, attempt: Attempt, tier: Tier) -> bool:
+        """Whether a commit of it counts on the tier. Of one that did not answer the last scan the catalog knows
+        nothing, and what is whole there must not be taken for what a broken try has left. Raises TierUnavailable if
+        that tier does not answer now."""
+        catalog, name = self._chain.catalog, tier.info.name
+        if self._is_known(attempt, tier):
+            return True
+        if (attempt, name) in self._clearing:
+            return False  # what is there was to make way
+        if await tier.fetch(RecordKey(self._chain.run, f"{attempt.folder}/{MANIFEST}")) is None:
+            return False
+        await catalog.refresh()
+        if name in catalog.absent:
+            raise TierUnavailable(
+                f"Tier {name} does not say what it has: {catalog.absent[name]}", step=attempt.step, tier=name
+            )
+        return self._is_known(attempt, tier)
 
     async def _reserve(self, tier: Tier, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
         try:

@@ -12,7 +12,7 @@ from stepwell.chain import Chain
 from stepwell.commit import Committer
 from stepwell.epochs import Writership
 from stepwell.forking import Origin
-from stepwell.format.names import RUN_FILE, Attempt
+from stepwell.format.names import MANIFEST, RUN_FILE, Attempt
 from stepwell.format.records import Rewind, RunRecord, encode
 from stepwell.jobs import Job, wait_for
 from stepwell.tiers.base import CheckpointKey, RecordKey, Tier
@@ -182,6 +182,9 @@ class Ownership:
         tier = self._chain.named(debris.tier)
         if await waits(debris.attempt, tier):
             return
+        manifest = RecordKey(self._chain.run, f"{debris.attempt.folder}/{MANIFEST}")
+        if not debris.late and await tier.fetch(manifest) is not None:
+            return  # committed since, and the catalog may have lost sight of it: a tier does not always answer
         log.warning(
             "removing what is left of a save of step %d that was never committed (%s, %d bytes)",
             debris.attempt.step,

@@ -23,7 +23,7 @@ from stepwell.policies.base import (
     Pressure,
     View,
 )
-from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
+from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule, side_by_side
 from tests.policies.views import PARTS, TIERS, checkpoint, subsets, view, views
 
 
@@ -238,7 +238,7 @@ def test_what_another_rule_of_the_tier_counts_on_is_not_taken_back_only_to_be_as
     other: dict[str, Any],
 ) -> None:
     newest, others = FlushRule("pfs", newest_wins=True), FlushRule("pfs", **other)
-    newest.beside, others.beside = [others], [newest]
+    side_by_side([newest, others])
     made = [checkpoint(step, ["nvme"]) for step in (10, 20, 30)]
     queue = [("step-10", "pfs"), ("step-20", "pfs")]
     event = Committed("step-30", "nvme")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stepwell.policies.base import Policy
-from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.flush import FlushNewest, FlushRule, side_by_side
 from stepwell.policies.retain import Best, Retain
 from stepwell.settings import TierOptions
 
@@ -76,7 +76,9 @@ def policies_of(rules: Rules, storage: Sequence[str]) -> list[Policy]:
     for tier in storage[1:]:
         mine = rules[tier]
         flushes += [FlushNewest(tier)] * mine.at_close
-        flushes += [rule.policy(tier) for rule in sorted(mine.flush, key=lambda rule: rule.parts is not None)]
+        made = [rule.policy(tier) for rule in sorted(mine.flush, key=lambda rule: rule.parts is not None)]
+        side_by_side(made)
+        flushes += made
     return flushes + [retain.policy(tier) for tier in storage if (retain := rules[tier].retain) is not None]
 
 

@@ -190,6 +190,32 @@ def test_a_tier_that_was_away_for_a_moment_costs_no_flush_from_it(tmp_path: Path
         save.wait("far", timeout=20)
 
 
+@pytest.mark.parametrize("what", ["all of it", "a part", "taken back"])
+def test_what_is_whole_on_a_tier_that_was_away_for_a_moment_stays_so(tmp_path: Path, what: str) -> None:
+    """Nor is it taken for what a broken flush has left there."""
+    near, far = FileTier(tmp_path, name="near"), Away(name="far")
+    far.away = False
+    with stepwell.open(run="run", tiers=[near, far], policies=[]) as store:
+        store.save(1, state()).wait("near")
+        store.flush(1, "far")
+        far.away = True
+        assert [c.tiers for c in store.checkpoints()] == [("near",)]
+        far.away = False
+        [attempt] = store.catalog.holdings
+        writer, parts = store._writer, ["model"] if what == "a part" else None
+
+        async def flushed() -> None:  # as a policy has it done, which does not look at the tiers anew
+            await writer.flushers["far"].want(attempt, parts).wait()
+
+        store._runtime.run(writer.work.forget(attempt, far) if what == "taken back" else flushed())
+        assert [c.complete_on for c in store.checkpoints()] == [("near", "far")]
+        for shard in tmp_path.glob("run/step-*/*.safetensors"):
+            shard.unlink()
+        into = state(0)
+        found = store.restore(into, 1)
+        assert found is not None and torch.equal(into["optimizer"]["m"], state()["optimizer"]["m"])
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with tmpfs(tmp_path / "small", 96) as folder:
