@@ -132,7 +132,7 @@ class Ahead:
         attempts, used_bytes, left_out_bytes = [], 0, 0
         for ref in refs:
             attempt = await own_attempt(self._chain.catalog, ref)
-            size = await self._size_bytes(attempt)  # of all parts: the budget is kept in any case
+            size = await self._size_bytes(attempt, choice)  # of all parts: the budget is kept in any case
             if left_out_bytes or (max_bytes is not None and used_bytes + size > max_bytes):
                 left_out_bytes += size
                 continue
@@ -146,10 +146,12 @@ class Ahead:
                 with handle.watching(size) as watch:
                     await self._lift(attempt, tier, job, choice.parts, watch)
 
-    async def _size_bytes(self, attempt: Attempt) -> int:
-        """Of all parts: some tier may have only a few."""
+    async def _size_bytes(self, attempt: Attempt, choice: Choice) -> int:
+        """Of all parts: some tier may have only a few. Raises KeyMismatch for parts that the checkpoint has not."""
         catalog = self._chain.catalog
-        return max([(await catalog.manifest(attempt, h.tier)).size for h in catalog.holdings[attempt]])
+        manifests = [await catalog.manifest(attempt, h.tier) for h in catalog.holdings[attempt]]
+        choice.check({part for manifest in manifests for part in manifest.parts}, attempt.step)
+        return max(manifest.size for manifest in manifests)
 
     def wants(self, name: Hashable) -> bool:
         """Whether a prefetch into host memory has announced that chunks of this shard will be used."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,20 +62,31 @@ class Chain:
         return next(tier for tier in self.tiers if tier.info.name == name)
 
 
-async def reserve(tier: Tier, shards: Sequence[tuple[ShardKey, int]], *, resume: bool = False) -> list[Reservation]:
-    """Room for all shards, or none: raises TierFull or TierUnavailable with the numbers."""
+async def _ours() -> bool:
+    return True
+
+
+async def reserve(
+    tier: Tier, shards: Sequence[tuple[ShardKey, int]], *, resume: bool = False,
+    ours: Callable[[], Awaitable[bool]] = _ours,
+) -> list[Reservation]:  # fmt: skip
+    """Room for all shards, or none: raises TierFull or TierUnavailable with the numbers.
+
+    resume: files of an earlier try are gone on with; they stay when the tier fails, for the next one. ours: asked
+    before files are given back: what has been there for a while another writer may have committed meanwhile.
+    """
     asked = [asyncio.ensure_future(tier.reserve(key, size, resume=resume)) for key, size in shards]
     try:
         answers = await asyncio.gather(*asked, return_exceptions=True)
     except asyncio.CancelledError:
-        for each in asked:  # those that are granted already have nobody else to give them back
+        for each in asked if not resume else ():  # those that are granted already have nobody else to give them back
             each.add_done_callback(partial(_give_back, tier))
         raise
     granted = [answer for answer in answers if isinstance(answer, Reservation)]
     for answer in answers:
         if isinstance(answer, Reservation):
             continue
-        if granted:
+        if granted and (isinstance(answer, Refused) or not resume) and await ours():
             await asyncio.wait([_start_abort(tier, reservation) for reservation in granted])
         if isinstance(answer, Refused):
             kind = TierFull if answer.reason == "full" else TierUnavailable

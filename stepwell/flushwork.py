@@ -143,7 +143,7 @@ class FlushWork:
             await self._moving[copy].settled()  # chunks of a try that was broken off
         caller = self._moving[copy] = Caller()
         whole = await self._is_whole(tier, own, data, [key for key, _ in sizes], attempt.step)
-        reserved = [] if whole else await self._reserve(tier, sizes)
+        reserved = [] if whole else await self._reserve(tier, attempt.step, sizes)
         sources = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
         if chain.first not in sources and tier is not chain.first:
             sources.append(chain.first)  # it has the checkpoint before host memory may lose it
@@ -195,9 +195,16 @@ class FlushWork:
             )
         return self._is_known(attempt, tier)
 
-    async def _reserve(self, tier: Tier, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
+    async def _reserve(self, tier: Tier, step: int, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
+        async def ours() -> bool:
+            try:
+                await self._owner.writership.require(tier, step)
+            except StepwellError:
+                return False
+            return True
+
         try:
-            return await reserve(tier, sizes, resume=True)
+            return await reserve(tier, sizes, resume=True, ours=ours)
         except TierFull:
             self._deleter.hurry(tier)  # the next try finds what that has freed
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import os
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,14 @@ class Choice:
     @property
     def everything(self) -> bool:
         return "*" in self.keys
+
+    def check(self, there: Collection[str], step: int | None) -> None:
+        """Raises KeyMismatch for parts that are not `there`."""
+        if unknown := sorted(set(self.parts or ()) - set(there)):
+            raise KeyMismatch(
+                f"the checkpoint has no part {', '.join(unknown)}",
+                missing=unknown, todo=f"It has {', '.join(sorted(there))}", step=step,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +206,7 @@ def _wanted(opened: OpenCheckpoint, root: Path | None) -> list[Wanted]:
 async def _item(
     mover: Mover, opened: OpenCheckpoint, choice: Choice, label: str, root: Path | None, opening: Opening
 ) -> Item:
-    unknown = set(choice.parts or ()) - set(opened.record.parts)
-    if unknown:
-        raise KeyMismatch(
-            f"the checkpoint has no part {', '.join(sorted(unknown))}",
-            missing=sorted(unknown), todo=f"It has {', '.join(opened.record.parts)}", step=opened.step,
-        )  # fmt: skip
+    choice.check(opened.record.parts, opened.step)
     layouts: dict[ShardKey, Layout] = {}
     labels: set[str] = set()
     if not choice.everything:  # many tensors take a while: not on the event loop

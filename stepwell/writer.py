@@ -37,6 +37,8 @@ log = logging.getLogger("stepwell")
 
 #: how often a rank that does not delete on a tier looks for room there
 ROOM_LOOK_S = 0.5
+#: how often one that does looks whether somebody else has made room
+ROOM_AGAIN_S = 5.0
 
 
 class RunWriter:
@@ -309,8 +311,8 @@ class RunWriter:
         return bool(self.saver.holding) or await self.steering.may_free(tier)
 
     async def _make_room(self, tier: Tier, patience_s: float) -> bool:
-        """A save finds no room on `tier`: whether some was freed within so many seconds. False, at once, if there is
-        nothing to wait for."""
+        """A save finds no room on `tier`: whether, within so many seconds, some was freed or it is worth another look.
+        False, at once, if there is nothing to wait for."""
         pressure, freed = self._chain.settings.on_pressure, self.deleter.freed
         if pressure == "skip" or not self.owner.taken:
             return False
@@ -324,10 +326,10 @@ class RunWriter:
         if self.deleter.hurry(tier) is None and not await self._may_free(tier):
             return False
         waiting = asyncio.ensure_future(freed.wait())
-        sleeping = asyncio.ensure_future(self._chain.clock.sleep(patience_s))
+        sleeping = asyncio.ensure_future(self._chain.clock.sleep(min(patience_s, ROOM_AGAIN_S)))
         try:
             done, _ = await asyncio.wait([waiting, sleeping], return_when=asyncio.FIRST_COMPLETED)
-            return waiting in done
+            return waiting in done or patience_s > ROOM_AGAIN_S
         finally:
             waiting.cancel()
             sleeping.cancel()

@@ -17,8 +17,10 @@ import heapq
 import itertools
 import math
 import random
+import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from types import CoroutineType
 from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
@@ -114,22 +116,36 @@ class SimLoop(asyncio.AbstractEventLoop):
         handle = self._ready.popleft()
         if handle.cancelled():
             return
-        before = asyncio._get_running_loop()
+        before, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
         asyncio._set_running_loop(self)  # as `running` does; this is the hottest line of a simulation
+        sys.set_asyncgen_hooks(finalizer=self._let_go)
         try:
             handle._run()
         finally:
             asyncio._set_running_loop(before)
+            sys.set_asyncgen_hooks(*hooks)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Makes this the loop that asyncio's functions find."""
-        before = asyncio._get_running_loop()
+        before, hooks = asyncio._get_running_loop(), sys.get_asyncgen_hooks()
         asyncio._set_running_loop(self)
+        sys.set_asyncgen_hooks(finalizer=self._let_go)
         try:
             yield
         finally:
             asyncio._set_running_loop(before)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _let_go(self, generator: AsyncGenerator[Any, Any]) -> None:
+        """Nobody has an asynchronous generator any more that is not at its end: what it awaits ends with it. (asyncio's
+        loop has a task for that, which would change histories.)"""
+        inner = getattr(generator, "ag_await", None)
+        if self.dead and isinstance(inner, CoroutineType):
+            _close(inner)
+            return
+        with contextlib.suppress(BaseException):
+            generator.aclose().send(None)
 
     def pause(self, seconds: float) -> None:
         """The process stands still (a SIGSTOP, a machine that swaps), and its timers with it."""
@@ -221,6 +237,10 @@ def _bury(task: asyncio.Task[Any]) -> None:
         return
     coro = task.get_coro()
     assert coro is not None
+    _close(coro)
+
+
+def _close(coro: Coroutine[Any, Any, Any] | Generator[Any, Any, Any]) -> None:
     for _ in range(_CLOSES_MAX):
         try:
             coro.close()
@@ -229,4 +249,4 @@ def _bury(task: asyncio.Task[Any]) -> None:
             continue
         except BaseException:  # a dead tier's answer, or the end of the process itself
             return
-    raise AssertionError(f"{task} does not end")
+    raise AssertionError(f"{coro} does not end")

@@ -1,5 +1,5 @@
 """Many simulated histories: the real mover, catalog, commit protocol and policies, on a virtual clock, with everything
-going wrong that can. See `tests.sim.world`.
+going wrong that can. See `tests.sim.world`. With `--ahead`, trainers prefetch and pin besides.
 
 Resumable: with `--state FILE` the seeds that are done are kept there, and a second start goes on after them. Seeds
 that fail are printed at once, and in the result; they belong into tests/sim/seeds.json.
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from tests.sim.world import run_seed
@@ -22,13 +23,13 @@ from tests.sim.world import run_seed
 BATCH = 50
 
 
-def run_batch(first: int) -> dict[str, object]:
+def run_batch(first: int, ahead: bool = False) -> dict[str, object]:
     """One batch of seeds: totals, and what failed."""
     events = saves = kills = gaps = 0
     failed: dict[str, str] = {}
     for seed in range(first, first + BATCH):
         try:
-            outcome = run_seed(seed)
+            outcome = run_seed(seed, ahead=ahead)
         except Exception as error:
             failed[str(seed)] = f"{type(error).__name__}: {error}"
             print(f"seed {seed} is WRONG: {error}", file=sys.stderr)
@@ -45,7 +46,7 @@ def load(state: Path | None) -> dict[int, dict[str, object]]:
     return {int(first): batch for first, batch in json.loads(state.read_text()).items()}
 
 
-def run(first: int, seeds: int, workers: int, state: Path | None = None) -> dict[str, object]:
+def run(first: int, seeds: int, workers: int, state: Path | None = None, ahead: bool = False) -> dict[str, object]:
     """All batches that are not done yet; returns the totals of all."""
     began = time.monotonic()
     done = load(state)
@@ -53,7 +54,7 @@ def run(first: int, seeds: int, workers: int, state: Path | None = None) -> dict
         state.parent.mkdir(parents=True, exist_ok=True)
     todo = [at for at in range(first, first + seeds, BATCH) if at not in done]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for batch in pool.imap_unordered(run_batch, todo):
+        for batch in pool.imap_unordered(partial(run_batch, ahead=ahead), todo):
             done[int(str(batch["first"]))] = batch
             if state is not None:
                 temporary = state.with_suffix(".tmp")
@@ -62,7 +63,7 @@ def run(first: int, seeds: int, workers: int, state: Path | None = None) -> dict
     batches = [done[at] for at in range(first, first + seeds, BATCH)]
     failed = {seed: why for batch in batches for seed, why in dict(batch["failed"]).items()}  # type: ignore[call-overload]
     return {
-        "trial": "simulation",
+        "trial": "simulation with prefetches" if ahead else "simulation",
         "seeds": len(batches) * BATCH,
         "first": first,
         "wrong": len(failed),
@@ -78,8 +79,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--state", type=Path, help="where to keep what is done, so that a second start goes on")
+    parser.add_argument("--ahead", action="store_true", help="of histories with prefetches and pins")
     args = parser.parse_args()
-    result = run(args.first, args.seeds, args.workers, args.state)
+    result = run(args.first, args.seeds, args.workers, args.state, args.ahead)
     print(json.dumps(result))
     sys.exit(1 if result["wrong"] else 0)
 

@@ -106,6 +106,8 @@ def test_checkpoints_and_parts_come_up_to_a_storage_tier(tmp_path: Path) -> None
         assert [c.step for c in store.checkpoints(tier="near", complete=True)] == [1, 3]
         with pytest.raises(ConfigError, match="only checkpoints of run run"):
             store.prefetch(tmp_path / "far" / "run", to="near").wait(20)
+        with pytest.raises(KeyMismatch, match="no part opt.*It has model"):
+            store.prefetch([1, 2], to="near", parts=["model", "opt"]).wait(20)
 
 
 def test_the_more_urgent_goes_first_to_a_storage_tier() -> None:

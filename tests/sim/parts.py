@@ -24,6 +24,8 @@ class Memory(Protocol):
 
 
 class Weather(Protocol):
+    full_at: float  # when something last found no room here
+
     def draw(self) -> Trouble: ...
 
     def number(self) -> int: ...

@@ -23,6 +23,7 @@ from stepwell.lab.loop import SimLoop
 from stepwell.mover import Mover
 from stepwell.native import PieceMap
 from stepwell.policies.evict import LRU
+from stepwell.policies.prefetch import PrefetchNewest
 from stepwell.reader import OpenCheckpoint, open_checkpoint
 from stepwell.reading import Reading
 from stepwell.saving import Order, Save
@@ -57,6 +58,7 @@ class Setup:
     rules: Rules
     on_pressure: str = "block"
     timeout_s: float = 60.0  # of the pfs
+    newest_ahead: bool = False  # the newest checkpoint comes up to host memory by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,10 @@ class Process:
         settings = Settings(on_pressure=self.setup.on_pressure)
         chain = Chain(RUN, self.tiers, self.mover, self.catalog, LoopClock(), settings, options)
         self.chain = chain
-        self.writer = RunWriter(chain, [] if self.reads_only else policies_of(rules, list(rules)), self.rng)
+        policies = [] if self.reads_only else policies_of(rules, list(rules))
+        if self.setup.newest_ahead and self.host is not None:
+            policies = [*policies, PrefetchNewest("host")]
+        self.writer = RunWriter(chain, policies, self.rng)
         self.job = Job(0, 1, LocalStore(), None, 0)
 
     def describe(self, job: Job, wall: float) -> EpochRecord:
@@ -213,6 +218,12 @@ class Process:
     async def start(self) -> None:
         for tier in self.tiers:
             await tier.start()
+        if self.writer.steering.looks_ahead:
+            self.loop.create_task(self._look_ahead())
+
+    async def _look_ahead(self) -> None:
+        with contextlib.suppress(StepwellError):
+            await self.writer.look_ahead(self.job)
 
     async def restore(self) -> Restored | None:
         """The newest good checkpoint, as `stepwell.restoring` chooses it. Raises as `restore` does."""

@@ -36,6 +36,22 @@ def test_histories_that_failed_once(seed: int) -> None:
     assert outcome.events >= EVENTS_MIN or outcome.gap
 
 
+#: of histories whose trainers prefetch and pin: so many, and those that failed once
+AHEAD, AHEAD_KEPT = 100, (232, 291, 303)
+
+
+@pytest.mark.parametrize("first", range(0, AHEAD, BATCH))
+def test_histories_with_prefetches(first: int) -> None:
+    outcomes = [run_seed(seed, ahead=True) for seed in range(first, first + BATCH)]
+    assert sum(outcome.gap for outcome in outcomes) <= 1
+    assert sum(outcome.prefetched for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("seed", AHEAD_KEPT)
+def test_histories_with_prefetches_that_failed_once(seed: int) -> None:
+    run_seed(seed, ahead=True)
+
+
 def test_histories_are_busy() -> None:
     """A simulation in which nothing happens finds nothing."""
     outcomes = [run_seed(seed) for seed in range(1000, 1040)]

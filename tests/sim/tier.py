@@ -15,6 +15,7 @@ The fault model:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import random
@@ -167,6 +168,7 @@ class SimTier(Background, Tier):
         room = self.medium.room_bytes
         taken = self.medium.used_bytes - (there.size if there is not None else 0)
         if room is not None and taken + size > room:
+            self._weather.full_at = asyncio.get_running_loop().time()
             detail = f"{self.info.name}: disk full: {size} bytes needed, {room - taken} free"
             return Refused("full", detail, size, max(0, room - taken))
         file = there if resumed and there is not None else self.medium.create(shard, size, self.node)

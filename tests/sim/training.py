@@ -34,6 +34,7 @@ class Training:
             for _ in range(rng.randint(1, 8)):
                 step += rng.randint(1, 3)
                 saved = await self.save(process, step)
+                self._world.fetching.maybe(process)
                 if rng.random() < 0.3:
                     await process.wait_durable(saved)
                 if rng.random() < 0.1:

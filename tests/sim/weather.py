@@ -38,6 +38,7 @@ class Weather:
     stuck_until: float = 0.0
     slow_until: float = 0.0
     troubled_at: float = -1.0  # when something last went wrong here, or was stuck or slow
+    full_at: float = -1.0  # when something last found no room here
 
     def draw(self) -> Trouble:
         """What becomes of one operation."""
@@ -70,6 +71,8 @@ class Weather:
 
 class Calm:
     """No trouble, and some turns of the loop as latency: for the contract suite, on a real event loop."""
+
+    full_at = -1.0
 
     def draw(self) -> Trouble:
         return ""

@@ -32,6 +32,7 @@ from stepwell.settings import ON_PRESSURE
 from tests.sim.calm import Calm
 from tests.sim.chaos import NODES, Chaos
 from tests.sim.evaluating import Evaluating
+from tests.sim.fetching import Fetching
 from tests.sim.invariants import Invariants
 from tests.sim.judge import Judge, least_grace_s
 from tests.sim.medium import Medium
@@ -64,6 +65,7 @@ class Outcome:
     processes: int
     kills: int
     gap: bool  # it ended early, in the known gap
+    prefetched: int
     told: Counter[str]  # what writers have logged, and readers have seen, and how often
     trace: str  # of all that happened; equal for equal histories
 
@@ -71,8 +73,9 @@ class Outcome:
 class World:
     """One history."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, *, ahead: bool = False) -> None:
+        """ahead: its trainers prefetch and pin, too."""
+        self.seed, self.ahead = seed, ahead
         self.rng = random.Random(seed)
         self.timeline = Timeline(self._child())
         self.timeline.after_event = self._after_event
@@ -82,7 +85,8 @@ class World:
         small = self.rng.random() < 0.35
         rules = draw_rules(self.rng, storage, small)
         self.setup = Setup(
-            kinds, self.rng.choice((4, 8, 12, 24)) * CHUNK_BYTES, rules, self.rng.choice(ON_PRESSURE)
+            kinds, self.rng.choice((4, 8, 12, 24)) * CHUNK_BYTES, rules, self.rng.choice(ON_PRESSURE),
+            newest_ahead=ahead and seed % 2 == 1,
         )  # fmt: skip
         self.places = {kind: self._place(kind, SMALL_ROOMS if small else ROOMS) for kind in storage}
         self.media = [medium for medium, _ in self.places.values()]
@@ -97,6 +101,7 @@ class World:
             Chaos(self),
             Calm(self),
         )
+        self.fetching = Fetching(self)
         self.processes: list[Process] = []
         self.by_loop: dict[SimLoop, Process] = {}
         self.kills = 0
@@ -206,11 +211,13 @@ class World:
             raise Broken(f"{process} is alone, and was told: {error}")
 
     def _check_speed(self, process: Process, saved: Saved, tier: str) -> None:
-        """Trouble on the tiers below must not hold up a save."""
+        """Trouble on the tiers below must not hold up a save that finds room."""
         if tier != process.chain.first.info.name or not saved.undisturbed or process.paused_at >= saved.asked_at:
             return
-        seconds = self.timeline.now - saved.asked_at
-        if self.places[tier][1].troubled_at < process.started and seconds > SAVE_S:
+        seconds, weather = self.timeline.now - saved.asked_at, self.places[tier][1]
+        if weather.full_at >= saved.asked_at:
+            return
+        if weather.troubled_at < process.started and seconds > SAVE_S:
             raise Broken(f"{saved} took {seconds:.1f} s to {tier}, which had no trouble")
 
     # -- the history ---------------------------------------------------------------------------------
@@ -237,6 +244,7 @@ class World:
             processes=len(self.processes),
             kills=self.kills,
             gap=gap,
+            prefetched=self.fetching.done,
             told=self.judge.told + self.evaluating.seen,
             trace=self._trace.hexdigest(),
         )
@@ -273,14 +281,14 @@ def simulated(world: World) -> Iterator[None]:
 log = logging.getLogger("stepwell.sim")
 
 
-def run_seed(seed: int) -> Outcome:
+def run_seed(seed: int, *, ahead: bool = False) -> Outcome:
     """Raises Broken, and whatever else goes wrong, with the seed in its notes."""
     quiet = logging.getLogger("stepwell")
     level = quiet.level
     if level == logging.NOTSET:
         quiet.setLevel(logging.CRITICAL)  # failures are what this is about
     try:
-        return World(seed).run()
+        return World(seed, ahead=ahead).run()
     except BaseException as error:
         error.add_note(f"in the simulated history of seed {seed}")
         raise
