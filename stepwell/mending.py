@@ -55,15 +55,16 @@ class Mender:
         chain = self._chain
         for (name, key), wrong in bad.items():
             target = chain.named(name)
-            held = [
-                h.tier
+            held = {
+                h.tier: h.files
                 for h in chain.catalog.holdings.get(attempt, [])
                 if (attempt.folder, h.tier.info.name) not in self._busy
-            ]
+            }
             sources = [tier for tier in held if tier is not target]
             shard = next(s for s in record.shards if s.file == key.name)
             if target not in held or target.info.read_only or target is chain.host or not sources:
                 continue
+            files = dict(held[target])  # the catalog may lose sight of them: a tier does not answer each scan
             if (attempt.folder, name) in self._busy or await self._is_good(target, key, shard):
                 continue
             if not await self._is_whole_elsewhere(attempt, sources):
@@ -74,7 +75,7 @@ class Mender:
             await chain.mover.verify(sources, key, shard.size, shard.crcs())
             self._busy.add((attempt.folder, name))
             try:
-                await self._replace(target, attempt, record.rank, shard, sources, wrong)
+                await self._replace(target, attempt, record.rank, shard, files, sources, wrong)
             finally:
                 self._busy.discard((attempt.folder, name))
             log.warning("%s on tier %s was bad and has been written again", key, name)
@@ -93,8 +94,9 @@ class Mender:
         return True
 
     async def _replace(
-        self, target: Tier, attempt: Attempt, rank: int, shard: ShardRecord, sources: Sequence[Tier], wrong: str
-    ) -> None:
+        self, target: Tier, attempt: Attempt, rank: int, shard: ShardRecord, files: dict[str, int],
+        sources: Sequence[Tier], wrong: str,
+    ) -> None:  # fmt: skip
         """Writes the shard again. Until that is done the checkpoint is not committed there: no moment, and no crash,
         leaves a manifest beside a shard that is not whole, on which the deletion of the good copy could rely."""
         chain = self._chain
@@ -105,7 +107,6 @@ class Mender:
         words = decode(commits, Manifest) if commits is not None else None
         if commits is None or words is None or told is None or native.crc32c(told) not in words.digests:
             raise CorruptData("its records are bad, too", path=str(own), tier=target.info.name)
-        files = next(h.files for h in chain.catalog.holdings[attempt] if h.tier is target)
         await self._owner.writership.require(target, attempt.step)
         chain.catalog.remove(attempt, target)
         await target.drop([manifest])

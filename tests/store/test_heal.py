@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import stepwell
-from stepwell.errors import CorruptData, NoGoodCheckpoint
+from stepwell.errors import CorruptData, NoGoodCheckpoint, TierUnavailable
+from stepwell.format.names import Attempt
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
+from tests.store.helpers import eventually
 
 Damage = Callable[[Path], None]
 
@@ -227,3 +229,40 @@ def test_a_copy_is_not_repaired_from_one_that_lacks_other_parts(tmp_path: Path) 
             store.flush(1, "far")
         target = blank()
         assert store.restore(target, 1) is not None and equal(target, state())
+
+
+class Away(FileTier):
+    """A disk that does not always answer."""
+
+    away = False
+
+    def scan(self, run: str):  # type: ignore[no-untyped-def]
+        if self.away:
+            raise TierUnavailable("no answer", tier=self.info.name)
+        return super().scan(run)
+
+
+def test_a_tier_that_does_not_answer_a_scan_during_its_repair_is_repaired(tmp_path: Path) -> None:
+    """The catalog then knows of no copy there."""
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
+    near = Away(tmp_path / "near", name="near")
+    with stepwell.open(run="run", tiers=[near, FileTier(tmp_path / "far", name="far")]) as store:
+        store.save(1, state()).wait("far")
+        [shard] = (tmp_path / "near").glob("run/step-*/model.safetensors")
+        good = shard.read_bytes()
+        flip(0.5)(shard)
+        mender = store._writer._mender
+        look = mender._is_whole_elsewhere
+
+        async def looked(attempt: Attempt, sources: Sequence[Tier]) -> bool:
+            whole = await look(attempt, sources)
+            near.away = True
+            await store.catalog.refresh()
+            near.away = False
+            return whole
+
+        mender._is_whole_elsewhere = looked  # type: ignore[method-assign]
+        into = blank()
+        assert store.restore(into) is not None and equal(into, state())
+        eventually(lambda: shard.exists() and shard.read_bytes() == good)
