@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol, SupportsIndex
 
 from stepwell.chain import Chain
-from stepwell.errors import ConfigError
+from stepwell.errors import CheckpointNotFound, ConfigError
 from stepwell.flushing import Goal
 from stepwell.format.names import Attempt
 from stepwell.jobs import Job
@@ -147,9 +147,12 @@ class Ahead:
                     await self._lift(attempt, tier, job, choice.parts, watch)
 
     async def _size_bytes(self, attempt: Attempt, choice: Choice) -> int:
-        """Of all parts: some tier may have only a few. Raises KeyMismatch for parts that the checkpoint has not."""
+        """Of all parts: some tier may have only a few. Raises KeyMismatch for parts that the checkpoint has not,
+        CheckpointNotFound."""
         catalog = self._chain.catalog
-        manifests = [await catalog.manifest(attempt, h.tier) for h in catalog.holdings[attempt]]
+        manifests = [manifest for _, manifest in await catalog.manifests(attempt)]
+        if not manifests:
+            raise CheckpointNotFound("no tier has a manifest of it that can be read", step=attempt.step)
         choice.check({part for manifest in manifests for part in manifest.parts}, attempt.step)
         return max(manifest.size for manifest in manifests)
 

@@ -165,7 +165,7 @@ class _Drain:
         """Finds the newest whole checkpoint on a tier."""
         catalog = self._chain.catalog
         for attempt in catalog.newest_first():
-            if any(holding.tier is tier for holding in catalog.holdings[attempt]):
+            if any(holding.tier is tier for holding in catalog.holdings.get(attempt, [])):
                 with contextlib.suppress(StepwellError):  # a bad manifest: the next one may be good
                     if (await catalog.manifest(attempt, tier)).complete:
                         return

@@ -218,11 +218,11 @@ class FlushWork:
         catalog, job = self._chain.catalog, self._owner.job
         manifests = await catalog.manifests(attempt)
         if not any(not m.absent and job.rank in m.covers for other, m in manifests if other is not tier):
-            raise StepwellError(
+            raise CheckpointNotFound(
                 "only some parts of the checkpoint are there, and no other tier has all of them",
                 todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
             )  # fmt: skip
-        sources = [h.tier for h in catalog.holdings[attempt] if h.tier is not tier]
+        sources = [h.tier for h in catalog.holdings.get(attempt, []) if h.tier is not tier]
         for shard in shards:
             key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
             await self._chain.mover.verify(sources, key, shard.size, shard.crcs())

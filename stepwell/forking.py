@@ -217,7 +217,7 @@ async def _is_complete(catalog: Catalog) -> bool:
     """Whether the run has a complete checkpoint on its last tier."""
     last = catalog.tiers[-1]
     for attempt in catalog.newest_first():
-        if any(holding.tier is last for holding in catalog.holdings[attempt]):
+        if any(holding.tier is last for holding in catalog.holdings.get(attempt, [])):
             try:
                 if (await catalog.manifest(attempt, last)).complete:
                     return True

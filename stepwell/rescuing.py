@@ -47,14 +47,14 @@ async def rescue(chain: Chain, owner: Ownership, flusher: Flusher) -> list[Attem
     ]
     down = {attempt for attempt in {*here, *line} if await _is_down(chain, attempt)}
     for attempt in here:
-        if any(h.tier is not host for h in catalog.holdings[attempt]):
+        if any(h.tier is not host for h in catalog.holdings.get(attempt, [])):
             _clean(chain, attempt)
     lacking = [attempt for attempt in here if attempt in line and attempt not in down]
     agreed = await _agreed(chain, owner, [a for a in line if a in down or a in here], lacking)
     if agreed is None:
         return []
     for attempt in sorted(here):
-        if len(catalog.holdings[attempt]) == 1 and attempt not in agreed:
+        if len(catalog.holdings.get(attempt, [])) == 1 and attempt not in agreed:
             log.warning(
                 "step %d was in memory only, and %s: its memory is free again", attempt.step,
                 "not every rank still has its part of it" if attempt in line else "a rewind has left it behind",
@@ -77,7 +77,7 @@ async def _is_down(chain: Chain, attempt: Attempt) -> bool:
 def _clean(chain: Chain, attempt: Attempt) -> None:
     """Another tier has it: its chunks in memory may go."""
     assert chain.host is not None
-    for holding in chain.catalog.holdings[attempt]:
+    for holding in chain.catalog.holdings.get(attempt, []):
         if holding.tier is not chain.host:
             for file in holding.files:
                 chain.host.arena.clean(ShardKey(CheckpointKey(chain.run, attempt.folder), file))
