@@ -87,14 +87,17 @@ class Mapping(_Mapped):
         self._fd, self._offset = fd, offset
 
     def populate(self, offset: int, length: int) -> None:
-        """Takes fresh memory for these bytes from the system, in place of what they were. Devices that a dead process
-        has set to work may still write to the old memory, which is theirs alone then.
+        """Takes fresh memory for these bytes from the system, in place of what they were; in huge pages, where these
+        bytes are some and the system has them. Devices that a dead process has set to work may still write to the old
+        memory, which is theirs alone then.
 
         Raises OSError (ENOSPC, ENOMEM, EFAULT) if the system does not have the memory.
         """
         self._check(offset, length)
         at = self._offset + offset
         _raise_for(lib.sw_map_punch(self._fd, at, length), length)
+        if not lib.sw_map_huge(self._fd, self.address + offset, at, length):
+            return
         _raise_for(lib.sw_map_allocate(self._fd, at, length), length)
         _raise_for(lib.sw_region_populate(self.address + offset, length), length)
 

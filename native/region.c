@@ -16,6 +16,12 @@
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
+#ifndef MADV_COLD
+#define MADV_COLD 20
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 #define TMPFS 0x01021994
 #define HUGETLBFS 0x958458f6
@@ -62,20 +68,64 @@ void sw_region_free(uint64_t address, uint64_t size)
 }
 
 /* Maps `size` bytes of a file, from `offset` on; both multiples of its page. Forked children do not get it: what they
- * keep mapped could not be freed. Returns the address, or -errno. */
+ * keep mapped could not be freed. On a tmpfs, bytes that can make up a huge page lie so that they do. Returns the
+ * address, or -errno. */
 int64_t sw_map_new(int fd, uint64_t offset, uint64_t size, int writable)
 {
     int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     /* NORESERVE: huge pages are taken by fallocate, not all of them at once by this call */
-    void *at = mmap(NULL, size, protection, MAP_SHARED | MAP_NORESERVE, fd, (off_t)offset);
-    if (at == MAP_FAILED)
-        return -errno;
-    if (madvise(at, size, MADV_DONTFORK)) {
-        int error = errno;
-        munmap(at, size);
-        return -error;
+    int flags = MAP_SHARED | MAP_NORESERVE;
+    uint8_t *wide = MAP_FAILED, *at = NULL;
+    uint64_t page_bytes;
+    if (size <= (uint64_t)INT64_MAX / 2 && sw_memory_kind(fd, &page_bytes) == 1)
+        wide = mmap(NULL, size + HUGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (wide != MAP_FAILED) {
+        at = wide + ((offset - (uintptr_t)wide) & (HUGE_BYTES - 1));
+        flags |= MAP_FIXED;
     }
-    return (int64_t)(uintptr_t)at;
+    at = mmap(at, size, protection, flags, fd, (off_t)offset);
+    int error = at == MAP_FAILED ? errno : 0;
+    if (!error && madvise(at, size, MADV_DONTFORK)) {
+        error = errno;
+        munmap(at, size);
+    }
+    if (wide != MAP_FAILED) {
+        if (error)
+            munmap(wide, size + HUGE_BYTES);
+        else {
+            if (at > wide)
+                munmap(wide, (uint64_t)(at - wide));
+            uint64_t head = (uint64_t)(at - wide), page = (uint64_t)sysconf(_SC_PAGESIZE);
+            uint64_t stop = (head + size + page - 1) & ~(page - 1);
+            munmap(wide + stop, size + HUGE_BYTES - stop);
+        }
+    }
+    return error ? -error : (int64_t)(uintptr_t)at;
+}
+
+/* Memory for these bytes of a file on a tmpfs, which are a hole, in huge pages: several times as fast to get, and to
+ * read by whoever maps them, as small ones. All multiples of a huge page. -errno if it cannot be had like that: then
+ * some of it may have been, and `sw_map_allocate` goes on from there. (A tmpfs gives huge pages by itself only where
+ * it was mounted for that.) */
+int sw_map_huge(int fd, uint64_t address, uint64_t offset, uint64_t size)
+{
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    if (!size || (address | offset | size) & (HUGE_BYTES - 1))
+        return -EINVAL;
+    int grown = sw_map_allocate(fd, offset + size - page, page);
+    if (grown)
+        return grown;
+    for (uint64_t at = 0; at < size; at += HUGE_BYTES) {
+        /* a page that is there and in use: a hole is not made into a huge page. Touched without memory, it would be
+         * a SIGBUS */
+        int result = sw_map_allocate(fd, offset + at, page);
+        if (result)
+            return result;
+        *(volatile uint8_t *)(uintptr_t)(address + at) = 0;
+    }
+    void *start = (void *)(uintptr_t)address;
+    (void)madvise(start, size, MADV_COLD); /* out of this CPU's queue: else all CPUs are asked to empty theirs */
+    return madvise(start, size, MADV_COLLAPSE) ? -errno : 0;
 }
 
 /* Gives back the memory of these bytes of a file, which keeps its size. */

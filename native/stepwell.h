@@ -234,6 +234,7 @@ void sw_region_free(uint64_t address, uint64_t size);
 int64_t sw_map_new(int fd, uint64_t offset, uint64_t size, int writable);
 int sw_map_punch(int fd, uint64_t offset, uint64_t size);
 int sw_map_allocate(int fd, uint64_t offset, uint64_t size);
+int sw_map_huge(int fd, uint64_t address, uint64_t offset, uint64_t size);
 int sw_map_enter(uint64_t address, uint64_t size);
 int sw_memory_kind(int fd, uint64_t *page_bytes);
 void sw_map_fence(void);

@@ -67,6 +67,7 @@ class Catalog:
         self._refreshing = asyncio.Lock()
         self.reading: Counter[Attempt] = Counter()  # checkpoints that are open for reading
         self._recent: list[tuple[Attempt, Tier]] = []  # committed by this process since the last scan began
+        self.confirmed: set[tuple[Attempt, str]] = set()  # copies that are durable for sure: this process saw to that
         self._gone: set[tuple[Attempt, str]] = set()  # removed since then
         self._deleting: set[tuple[Attempt, str]] = set()
 
@@ -263,6 +264,7 @@ class Catalog:
         held.sort(key=lambda h: self.tiers.index(h.tier))
         self._recent.append((attempt, tier))
         self._gone.discard(copy)
+        self.confirmed.add(copy)
         self._manifests[copy], self._manifest_bytes[copy] = manifest, size
         if attempt == max(self.holdings):  # an older one, flushed late, knows fewer rewinds
             self.rewinds = timeline.merged(manifest.rewinds, self.rewound)
@@ -277,6 +279,7 @@ class Catalog:
             self.holdings.pop(attempt, None)
         self._recent = [(a, t) for a, t in self._recent if (a, t) != (attempt, tier)]
         self._gone.add((attempt, tier.info.name))
+        self.confirmed.discard((attempt, tier.info.name))
         self._manifests.pop((attempt, tier.info.name), None)
 
     @contextmanager

@@ -17,11 +17,10 @@ from stepwell.errors import (
     StepwellError,
     TierError,
     TierFull,
-    TierUnavailable,
 )
 from stepwell.flushing import Goal
 from stepwell.format.names import MANIFEST, Attempt, rank_file
-from stepwell.format.records import Manifest, RankRecord, ShardRecord
+from stepwell.format.records import Manifest, RankRecord, ShardRecord, decode
 from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.reader import read_record
@@ -102,9 +101,11 @@ class FlushWork:
 
     async def _forget(self, attempt: Attempt, tier: Tier) -> None:
         chain, rank = self._chain, self._owner.job.rank
-        if await self._deleter.waits(attempt, tier) or await self._is_committed(attempt, tier):
+        if await self._deleter.waits(attempt, tier):
             return
         record, _ = await read_record(chain.catalog, attempt, rank, Healing())
+        if await self._is_committed(attempt, tier, record):
+            return
         key = CheckpointKey(chain.run, attempt.folder)
         shards = [ShardKey(key, shard.file) for shard in record.shards]
         await chain.mover.settled(shards)
@@ -122,9 +123,10 @@ class FlushWork:
         healing = Healing()
         record, data = await read_record(chain.catalog, attempt, self._owner.job.rank, healing)
         wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)
-        if await self._is_committed(attempt, tier):
+        if await self._is_committed(attempt, tier, record):
             there = set(record.parts) - set((await chain.catalog.manifest(attempt, tier)).absent)
             if wanted <= there:
+                await self.confirm(attempt, tier)
                 return None
             wanted |= there
             await self._make_way(
@@ -177,23 +179,45 @@ class FlushWork:
     def _is_known(self, attempt: Attempt, tier: Tier) -> bool:
         return any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, []))
 
-    async def _is_committed(self, attempt: Attempt, tier: Tier) -> bool:
-        """Whether a commit of it counts on the tier. Of one that did not answer the last scan the catalog knows
-        nothing, and what is whole there must not be taken for what a broken try has left. Raises TierUnavailable if
-        that tier does not answer now."""
+    async def _is_committed(self, attempt: Attempt, tier: Tier, record: RankRecord) -> bool:
+        """Whether a commit of it counts on the tier. Of a tier that did not answer the last scan the catalog knows
+        nothing, and of one whose answer to a commit was lost it does not know that; what is whole there must not be
+        taken for what a broken try has left."""
         catalog, name = self._chain.catalog, tier.info.name
         if self._is_known(attempt, tier):
             return True
         if (attempt, name) in self._clearing:
             return False  # what is there was to make way
-        if await tier.fetch(RecordKey(self._chain.run, f"{attempt.folder}/{MANIFEST}")) is None:
+        data = await tier.fetch(self._manifest(attempt))
+        if data is None or any((d.attempt, d.tier, d.late) == (attempt, name, True) for d in catalog.debris):
             return False
-        await catalog.refresh()
-        if name in catalog.absent:
-            raise TierUnavailable(
-                f"Tier {name} does not say what it has: {catalog.absent[name]}", step=attempt.step, tier=name
-            )
-        return self._is_known(attempt, tier)
+        try:
+            manifest = decode(data, Manifest, step=attempt.step, tier=name)
+        except StepwellError:  # it commits nothing
+            return False
+        await self._make_durable(attempt, tier, data)
+        there = {file for part in set(record.parts) - set(manifest.absent) for file in record.parts[part]}
+        catalog.add(attempt, tier, {shard.file: shard.size for shard in record.shards if shard.file in there}, manifest)
+        return True
+
+    def _manifest(self, attempt: Attempt) -> RecordKey:
+        return RecordKey(self._chain.run, f"{attempt.folder}/{MANIFEST}")
+
+    async def _make_durable(self, attempt: Attempt, tier: Tier, manifest: bytes) -> None:
+        await self._owner.writership.require(tier, attempt.step)
+        await tier.commit(self._manifest(attempt), manifest)
+
+    async def confirm(self, attempt: Attempt, tier: Tier) -> None:
+        """Sees to it that a commit which the catalog knows is durable: another process may have been killed, or may
+        still wait to hear, between the moment when others could see it and that. Raises RunBusy, CheckpointGone."""
+        copy = attempt, tier.info.name
+        if copy in self._chain.catalog.confirmed:
+            return
+        data = await tier.fetch(self._manifest(attempt))
+        if data is None:
+            raise CheckpointGone("its manifest is gone", step=attempt.step, tier=tier.info.name)
+        await self._make_durable(attempt, tier, data)
+        self._chain.catalog.confirmed.add(copy)
 
     async def _reserve(self, tier: Tier, step: int, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
         async def ours() -> bool:

@@ -38,6 +38,7 @@ class Ownership:
         self.parent: str | None = None  # of the next save
         self.origin: Origin | None = None  # where the run begins, if it is a fork without a complete checkpoint
         self._before: dict[str, str | None] = {}  # saves under way -> the parent of each
+        self.on_taken: Callable[[], object] = lambda: None
         self.job: Job
         self.writership: Writership
         self.committer: Committer
@@ -106,6 +107,7 @@ class Ownership:
                 await self.origin.keep()
                 self.origin.follow(catalog)
             self.writership.start_beating()
+        self.on_taken()
 
     async def _agreed_id(self, mine: str) -> str:
         """The run's id as the leader has it: of a new run, each rank would make up another one."""

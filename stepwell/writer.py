@@ -82,6 +82,8 @@ class RunWriter:
         if self.ahead.lifter is not None:
             self.steering.bring, self.ahead.lifter.on_lost = self._bring, self.steering.lost
         self._found_by: Job | None = None
+        self._rescuing: asyncio.Task[None] | None = None
+        self.owner.on_taken = self._taken
         self._below = [tier.info.name for tier in chain.storage[1:]]
 
     # -- saves ---------------------------------------------------------------------------
@@ -163,7 +165,12 @@ class RunWriter:
                 goal.done.add_done_callback(partial(self._flushed, save, name))
                 self._keep(self._report(save, goal, name))
             elif await self.work.has(attempt, tier, None):
-                save.mark_committed(name, self._chain.clock.monotonic())
+                try:
+                    await self.work.confirm(attempt, tier)
+                except StepwellError as error:
+                    save.fail(error, [name])
+                else:
+                    save.mark_committed(name, self._chain.clock.monotonic())
             else:
                 self._not_planned(save, name)
 
@@ -216,13 +223,18 @@ class RunWriter:
         await asyncio.shield(self._opened)
 
     async def _open_up(self) -> None:
-        rescuing = self._keep(self._rescue())
+        rescuing = self._rescuing or self._keep(self._rescue())
         await self.steering.on(Opened())
         self._keep(self._mender.mend())
         self.steering.may_cancel = self.owner.job.leader
         if self.owner.job.leader:
             self._keep(self._clean(rescuing))
             self._log_keeping = asyncio.ensure_future(self._log_keeper.keep(self.owner.writership.epoch))
+
+    def _taken(self) -> None:
+        """What an earlier process left in memory alone cannot wait until a save is there: it takes that save's room."""
+        if self._chain.host is not None and self._chain.host.info.survives != "nothing":
+            self._rescuing = self._keep(self._rescue())
 
     async def _rescue(self) -> None:
         for attempt in await rescue(self._chain, self.owner, self.flushers[self._chain.first.info.name]):
@@ -374,6 +386,19 @@ class RunWriter:
         while self._saving:
             await asyncio.wait(list(self._saving))
         await self.closing()
+        absent = self._chain.catalog.absent
+        if self.owner.taken and any(tier.info.name in absent for tier in self._chain.storage[:-1]):
+            looking = self._keep(self._close_again())
+            await self._idle()
+            await asyncio.wait([looking])
+        await self._idle()
+
+    async def _close_again(self) -> None:
+        """A tier above the last did not answer the last scan: what it has may have to get down."""
+        await self._chain.catalog.refresh()
+        await self.closing()
+
+    async def _idle(self) -> None:
         for flusher in self.flushers.values():
             await flusher.idle()
 

@@ -47,6 +47,35 @@ def test_memory_made_ready_again_is_new(fd: int) -> None:
         assert os.fstat(fd).st_blocks == 0 and os.fstat(fd).st_size == MIB
 
 
+def huge_bytes(mapping: Mapping) -> int:
+    """Of a mapping, what is in huge pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"{mapping.address:x}-"))
+    row = next(line for line in lines[start:] if line.startswith("ShmemPmdMapped:"))
+    return int(row.split()[1]) << 10
+
+
+def test_whole_huge_pages_are_made_as_such_where_the_kernel_does_that(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "roomy", 64) as place:
+        fd = os.open(place / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        with Mapping(fd, 8 * MIB, 64 * MIB) as mine, Mapping(fd, 9 * MIB, 8 * MIB, writable=False) as theirs:
+            mine.populate(2 * MIB, 8 * MIB)
+            assert os.fstat(fd).st_size == 18 * MIB and os.fstat(fd).st_blocks * 512 == 8 * MIB
+            assert bytes(mine.view(2 * MIB, 8 * MIB)) == bytes(8 * MIB)
+            for at in range(2, 10):
+                mine.view(at * MIB, 1)[:] = b"x"
+            assert bytes(theirs.view(MIB, 2)) == b"x\0"
+            mine.populate(4 * MIB, 2 * MIB)
+            assert bytes(mine.view(4 * MIB, 1)) == b"\0" and bytes(mine.view(6 * MIB, 1)) == b"x"
+            give_back(fd, 10 * MIB, 2 * MIB)
+            assert os.fstat(fd).st_blocks * 512 == 6 * MIB and bytes(theirs.view(5 * MIB, 1)) == b"x"
+            made = huge_bytes(mine)
+        os.close(fd)
+    if not made:
+        pytest.skip("this kernel makes no huge pages of a tmpfs that was not mounted for them")
+    assert made == 6 * MIB
+
+
 def test_a_full_mount_is_an_error_and_no_signal(fd: int) -> None:
     with Mapping(fd, 0, 64 * MIB) as mapping:
         mapping.populate(0, 2 * MIB)

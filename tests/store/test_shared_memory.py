@@ -55,24 +55,25 @@ class Place:
     def open(self, mode: str = "w") -> stepwell.CheckpointStore:
         return stepwell.open(run="run", tiers=self.tiers(), mode=mode)  # type: ignore[arg-type]
 
-    def die(self, on_disk: Sequence[int], in_memory: Sequence[int]) -> None:
-        """A process saves these steps, the latter to a disk that is stuck, and is killed."""
-        steps = f"{list(on_disk)!r}, {list(in_memory)!r}"
+    def die(self, on_disk: Sequence[int], in_memory: Sequence[int], size: int = 100_000) -> None:
+        """A process saves these steps, the latter to a disk that is stuck, and is killed. size: of a state, in numbers
+        of 8 bytes."""
+        steps = f"{list(on_disk)!r}, {list(in_memory)!r}, {size}"
         call = f"save_and_die({str(self.disk)!r}, {str(self.memory)!r}, {steps})"
         code = f"from tests.store.test_shared_memory import *\n{call}"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=100, check=False)
         assert done.returncode == -signal.SIGKILL
 
 
-def save_and_die(disk: str, memory: str, on_disk: Sequence[int], in_memory: Sequence[int]) -> None:
+def save_and_die(disk: str, memory: str, on_disk: Sequence[int], in_memory: Sequence[int], size: int) -> None:
     store = Place(Path(disk), Path(memory)).open()
     last = store.tiers[-1]
     assert isinstance(last, Stuck)
     for step in on_disk:
-        store.save(step, state(step)).wait()
+        store.save(step, state(step, size)).wait()
     last.stuck = True
     for step in in_memory:
-        save = store.save(step, state(step)).wait(survives="process", timeout=60)
+        save = store.save(step, state(step, size)).wait(survives="process", timeout=60)
         assert save.done("host") and not save.done("disk")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -132,6 +133,17 @@ def test_what_only_memory_had_is_restored_and_gets_down(place: Place) -> None:
     with place.open() as store:
         assert restored(store) == (4, 4.0, {"disk"})
         assert store.restore(state(0), step=2) is not None
+
+
+def test_memory_full_of_what_is_nowhere_else_does_not_stop_the_next_process(place: Place) -> None:
+    """Case: trainers that are killed again and again before their disk has what they saved."""
+    size = 1_500_000  # 12 of the 56 slots that may be kept
+    for left in ([1, 2], [3], [4]):
+        place.die([], left, size)
+    with place.open() as store:
+        assert arena_of(store).arena.cached_bytes == 48 * MIB
+        store.save(5, state(5, size)).wait(timeout=30)
+        eventually(lambda: steps(store, "disk") == [1, 2, 3, 4, 5])
 
 
 def test_the_budget_holds_with_all_that_it_takes(place: Place) -> None:
