@@ -22,9 +22,10 @@ from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
-from stepwell.policies.base import Committed, Found, Noted, Opened, Policy, Pressure
+from stepwell.policies.base import Committed, Found, Noted, Opened, Policy
 from stepwell.policies.flush import DropBacklog
 from stepwell.rescuing import rescue
+from stepwell.room import Room
 from stepwell.savework import Saver
 from stepwell.saving import Save
 from stepwell.steering import Steering
@@ -34,11 +35,6 @@ from stepwell.units import format_bytes, format_duration
 from stepwell.verification import Verifier
 
 log = logging.getLogger("stepwell")
-
-#: how often a rank that does not delete on a tier looks for room there
-ROOM_LOOK_S = 0.5
-#: how often one that does looks whether somebody else has made room
-ROOM_AGAIN_S = 5.0
 
 
 class RunWriter:
@@ -67,10 +63,11 @@ class RunWriter:
         if chain.settings.on_pressure == "newest-wins":
             policies = [DropBacklog(), *policies]  # before what retains, which may only then let go
         self.steering = Steering(chain, policies, self.flushers, self.deleter, verifier, self._keep)
-        self.steering.may_drop = self._may_drop
+        room = Room(chain, self.owner, self.deleter, self.steering, self.saver.holding)
+        self.steering.may_drop = room.may_drop
         self.steering.views.saving = lambda: bool(self.saver.under_way)
         self.events.outlook = self.steering.outlook
-        self.saver.make_room, self.saver.may_free = self._make_room, self._may_free
+        self.saver.make_room, self.saver.may_free = room.make, room.may_free
         for flusher in self.flushers.values():
             flusher.on_done = self._goal_done
             flusher.on_failed = partial(self._tried, flusher)
@@ -244,10 +241,6 @@ class RunWriter:
         await asyncio.wait([rescuing])  # what is left of it on the first tier is gone on from
         await self.owner.clean(self.busy, lambda: self.steering.promised, self.deleter.waits)
 
-    def _may_drop(self, tier: str) -> bool:
-        """Of all ranks that see the tier, the lowest deletes there."""
-        return self.owner.committer.covered(self._chain.named(tier))[0] == self.owner.job.rank
-
     # -- flushes -------------------------------------------------------------------------
 
     async def flush(self, attempt: Attempt, tier: Tier, job: Job, parts: Sequence[str] | None = None) -> None:
@@ -312,39 +305,9 @@ class RunWriter:
         if self.owner.taken:
             await self.steering.on(Noted(attempt.folder))
 
-    # -- room ----------------------------------------------------------------------------
-
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.saver.holding.discard(self._saving.pop(task))
         self.deleter.freed.set()  # or it will be, by what this save has made superfluous
-
-    async def _may_free(self, tier: Tier) -> bool:
-        """Whether there will be room on the first tier: earlier saves, once they are there, may let others go."""
-        return bool(self.saver.holding) or await self.steering.may_free(tier)
-
-    async def _make_room(self, tier: Tier, patience_s: float) -> bool:
-        """A save finds no room on `tier`: whether, within so many seconds, some was freed or it is worth another look.
-        False, at once, if there is nothing to wait for."""
-        pressure, freed = self._chain.settings.on_pressure, self.deleter.freed
-        if pressure == "skip" or not self.owner.taken:
-            return False
-        if not self._may_drop(tier.info.name):  # another rank deletes there, and only a scan shows what that has freed
-            await self._chain.clock.sleep(min(patience_s, ROOM_LOOK_S))
-            await self._chain.catalog.refresh()
-            return True
-        freed.clear()
-        if pressure == "newest-wins":
-            await self.steering.on(Pressure(tier.info.name))
-        if self.deleter.hurry(tier) is None and not await self._may_free(tier):
-            return False
-        waiting = asyncio.ensure_future(freed.wait())
-        sleeping = asyncio.ensure_future(self._chain.clock.sleep(min(patience_s, ROOM_AGAIN_S)))
-        try:
-            done, _ = await asyncio.wait([waiting, sleeping], return_when=asyncio.FIRST_COMPLETED)
-            return waiting in done or patience_s > ROOM_AGAIN_S
-        finally:
-            waiting.cancel()
-            sleeping.cancel()
 
     # -- repairs -------------------------------------------------------------------------
 
