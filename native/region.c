@@ -16,9 +16,6 @@
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
-#ifndef MADV_COLD
-#define MADV_COLD 20
-#endif
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
@@ -106,7 +103,8 @@ int64_t sw_map_new(int fd, uint64_t offset, uint64_t size, int writable)
 /* Memory for these bytes of a file on a tmpfs, which are a hole, in huge pages: several times as fast to get, and to
  * read by whoever maps them, as small ones. All multiples of a huge page. -errno if it cannot be had like that: then
  * some of it may have been, and `sw_map_allocate` goes on from there. (A tmpfs gives huge pages by itself only where
- * it was mounted for that.) */
+ * it was mounted for that.) Each call makes the kernel ask all CPUs for the pages that they keep in hand, which takes
+ * milliseconds where these are busy: so it should be of many. */
 int sw_map_huge(int fd, uint64_t address, uint64_t offset, uint64_t size)
 {
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -123,9 +121,7 @@ int sw_map_huge(int fd, uint64_t address, uint64_t offset, uint64_t size)
             return result;
         *(volatile uint8_t *)(uintptr_t)(address + at) = 0;
     }
-    void *start = (void *)(uintptr_t)address;
-    (void)madvise(start, size, MADV_COLD); /* out of this CPU's queue: else all CPUs are asked to empty theirs */
-    return madvise(start, size, MADV_COLLAPSE) ? -errno : 0;
+    return madvise((void *)(uintptr_t)address, size, MADV_COLLAPSE) ? -errno : 0;
 }
 
 /* Gives back the memory of these bytes of a file, which keeps its size. */

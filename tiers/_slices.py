@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-#: slots made ready together: small enough that the first are there soon, large enough to be few calls
-READY_SLOTS = 4
+#: slots made ready together: few at first, so that these are there soon, then twice as many each time, since a call
+#: into the kernel may cost as much as the memory
+READY_SLOTS, READY_SLOTS_MAX = 4, 32
 #: a slice of memory that is mapped (and later registered) as one; an iovec registered with io_uring ends there
 SLICE_BYTES = 1 << 30
 
@@ -81,10 +82,11 @@ class Slices:
 
     def _prepare(self) -> None:
         """Makes slots ready until as many are as are wanted. A thread of its own."""
+        count = READY_SLOTS
         while True:
             with self._lock:
                 entering = [self._to_enter.popleft() for _ in range(min(READY_SLOTS, len(self._to_enter)))]
-                numbers = [] if entering else self._following(min(READY_SLOTS, self._wanted - self._made))
+                numbers = [] if entering else self._following(min(count, self._wanted - self._made))
                 if self._closed or not (entering or numbers):
                     self._preparing = False
                     return
@@ -93,10 +95,16 @@ class Slices:
             ready: dict[int, int] = {}
             failure: OSError | None = None
             try:
-                for number in numbers:
-                    ready[number] = self._make(number)
-            except OSError as error:
-                failure = error
+                for first, many in self._stretches(numbers):
+                    ready |= self._make(first, many)
+            except OSError:  # there may be memory for some of them
+                try:
+                    for number in numbers:
+                        if number not in ready:
+                            ready |= self._make(number, 1)
+                except OSError as error:
+                    failure = error
+            count = min(2 * count, READY_SLOTS_MAX)
             with self._lock:
                 self._made += len(ready)
                 self._next = max(ready, default=self._next - 1) + 1
@@ -113,9 +121,20 @@ class Slices:
         free = (number for number in itertools.count(self._next) if number not in self._found)
         return list(itertools.islice(free, max(0, count)))
 
-    def _make(self, number: int) -> int:
-        self._map(number).populate(number % self._per_slice * self._slot_bytes, self._slot_bytes)
-        return self._address(number)
+    def _stretches(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """(first, how many) of slots that lie side by side in one slice."""
+        found: list[tuple[int, int]] = []
+        for number in numbers:
+            if found and sum(found[-1]) == number and number % self._per_slice:
+                found[-1] = (found[-1][0], found[-1][1] + 1)
+            else:
+                found.append((number, 1))
+        return found
+
+    def _make(self, first: int, count: int) -> dict[int, int]:
+        """Memory for slots that lie side by side; their addresses by number."""
+        self._map(first).populate(first % self._per_slice * self._slot_bytes, count * self._slot_bytes)
+        return {number: self._address(number) for number in range(first, first + count)}
 
     def _enter(self, number: int) -> None:
         enter = getattr(self._map(number), "enter", None)
