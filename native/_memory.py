@@ -91,15 +91,17 @@ class Mapping(_Mapped):
         bytes are some and the system has them. Devices that a dead process has set to work may still write to the old
         memory, which is theirs alone then.
 
-        Raises OSError (ENOSPC, ENOMEM, EFAULT) if the system does not have the memory.
+        Raises OSError (ENOSPC, ENOMEM, EFAULT) if the system does not have the memory; it has taken none then.
         """
         self._check(offset, length)
         at = self._offset + offset
         _raise_for(lib.sw_map_punch(self._fd, at, length), length)
         if not lib.sw_map_huge(self._fd, self.address + offset, at, length):
             return
-        _raise_for(lib.sw_map_allocate(self._fd, at, length), length)
-        _raise_for(lib.sw_region_populate(self.address + offset, length), length)
+        failed = lib.sw_map_allocate(self._fd, at, length) or lib.sw_region_populate(self.address + offset, length)
+        if failed:
+            lib.sw_map_punch(self._fd, at, length)
+        _raise_for(failed, length)
 
     def enter(self, offset: int, length: int) -> None:
         """Makes these bytes, which are there, quick to read. Raises OSError (EFAULT) if they are not."""

@@ -28,8 +28,6 @@ from stepwell.wanted import Item
 
 #: prefetches that are over and still announced until their chunks are used; the oldest give way first
 PAST_MAX = 64
-#: more chunks than that are not held by readers at a time, as a rule
-HELD_MAX = 64
 #: entries that are looked at for one that may go on while those before it must wait
 LOOK_MAX = 64
 
@@ -251,7 +249,7 @@ class Lineup:
     def may_come(self, entry: Entry, pending: int) -> bool:
         """Whether a chunk of an entry may take a slot now, beside `pending` others that will take one."""
         spare = self.arena.keepable_bytes // self.arena.slot_bytes - self.announced.here
-        if spare > pending + HELD_MAX:  # then there is enough that nobody has announced, and no need to look for it
+        if spare > pending + self.arena.in_use:  # enough that nobody has announced or holds: no need to look for it
             return True
         going = self.arena.going(pending + 1)
         if not going:

@@ -64,6 +64,7 @@ class Arena:
         self._shards: dict[str, Hashable] = {}  # the keys behind those names, as far as they are known here
         self._by_key: dict[Hashable, Slot] = {}
         self._kept = 0
+        self.in_use = 0  # slots that somebody works with now
         self._clean = 0  # slots whose chunk is whole and clean: without one, no victim is looked for
         self.pinned: Counter[Hashable] = Counter()  # keys of chunks that stay once they are here
         #: whether a chunk that was read on demand, by its key, is worth pushing out another one
@@ -103,11 +104,6 @@ class Arena:
     def ready_bytes(self) -> int:
         """Memory that has been taken from the system."""
         return len(self._slots) * self.slot_bytes
-
-    @property
-    def in_use(self) -> int:
-        """Slots that somebody works with now."""
-        return sum(slot.users > 0 for slot in self._slots)
 
     @property
     def cached_bytes(self) -> int:
@@ -205,6 +201,7 @@ class Arena:
             return None
         slot = self._free.popleft()
         slot.users, slot.kept = 1, kept
+        self.in_use += 1
         self._kept += kept
         return slot
 
@@ -220,12 +217,14 @@ class Arena:
 
     def hold(self, slot: Slot) -> None:
         """One user more: it is neither freed nor evicted until it is released as often."""
+        self.in_use += slot.users == 0
         slot.users += 1
 
     def release(self, slot: Slot) -> None:
         """One user less. A slot that keeps a chunk stays as it is; any other becomes free."""
         assert slot.users > 0
         slot.users -= 1
+        self.in_use -= slot.users == 0
         if slot.users == 0 and slot.chunk is None:
             self._put_back(slot)
         if slot.users == 0:
@@ -324,7 +323,7 @@ class Arena:
         assert slot.chunk is not None
         if used:
             self.eviction.used(slot.chunk)
-        slot.users += 1
+        self.hold(slot)
         return slot
 
     def has(self, shard: Hashable, number: int) -> bool:

@@ -82,6 +82,7 @@ def test_a_full_mount_is_an_error_and_no_signal(fd: int) -> None:
         with pytest.raises(OSError) as full:
             mapping.populate(2 * MIB, 8 * MIB)
         assert full.value.errno == errno.ENOSPC
+        assert os.fstat(fd).st_blocks * 512 == 2 * MIB  # what it got of them went back
         with pytest.raises(OSError) as full:
             allocate(fd, 2 * MIB, 8 * MIB)
         assert full.value.errno == errno.ENOSPC
