@@ -2,7 +2,8 @@
 
 Knows nothing of the rest of stepwell. An `Engine` moves bytes between memory and files (io_uring, or
 threads where that is missing) and between memory and memory, checksumming on the way; `Ticket`s chain
-jobs across engines without Python; `AsyncEngine` brings completions to asyncio.
+jobs across engines without Python; `AsyncEngine` brings completions to asyncio. A `DeviceEngine` moves bytes
+between host memory and a GPU's; `Latch`es are what user threads wait for, `Mark`s what a GPU's copies do.
 """
 
 try:
@@ -14,8 +15,10 @@ except ImportError as error:
     ) from error
 
 from stepwell.native._checksum import crc32c, crc32c_combine, features, force_crc32c
+from stepwell.native._device import DeviceEngine, probe_device
 from stepwell.native._engine_face import Engine, EngineStatistics, probe_uring
 from stepwell.native._jobs import ALIGN_BYTES, BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
+from stepwell.native._latches import Latch, Mark
 from stepwell.native._memory import Mapping, Region, allocate, fence, give_back, memory_kind
 from stepwell.native.aio import AsyncEngine
 
@@ -23,11 +26,14 @@ __all__ = [
     "ALIGN_BYTES",
     "BLOCK_BYTES",
     "AsyncEngine",
+    "DeviceEngine",
     "Done",
     "Engine",
     "EngineStatistics",
     "Job",
+    "Latch",
     "Mapping",
+    "Mark",
     "Op",
     "PieceMap",
     "Region",
@@ -40,5 +46,6 @@ __all__ = [
     "force_crc32c",
     "give_back",
     "memory_kind",
+    "probe_device",
     "probe_uring",
 ]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from stepwell.native._engine import ffi, lib
 from stepwell.native._jobs import Done, Job, fill
@@ -44,6 +44,11 @@ class EngineStatistics:
     bad_blocks: int
     register_errno: int  # why the last register() was refused; 0: it was not
     ring_errno: int  # last unexpected error of io_uring_enter
+    bytes_fetched: int  # issued by a device's engine, also of jobs that failed: from the device,
+    bytes_delivered: int  # and to it
+    copies: int  # that these took
+    kernels: int
+    device_bytes: int  # memory of the device that is held now
 
 
 def probe_uring() -> tuple[bool, str]:
@@ -51,6 +56,26 @@ def probe_uring() -> tuple[bool, str]:
     reason = ffi.new("char[256]")
     result = lib.sw_probe_uring(reason, 256)
     return result == 0, ffi.string(reason).decode()
+
+
+def make_engine(engine: Engine, more: dict[str, Any], reason: Callable[[], str] = str) -> Any:
+    """Starts the native part of an engine, with `more` of sw_options than all engines have. `reason`: why not, in
+    words; empty: the errno says it. Raises ValueError for options out of range, OSError."""
+    name = ffi.new("char[]", f"sw-{engine.name}".encode()[:15])
+    options = ffi.new("sw_options *", more)
+    options.name = name
+    options.uring = engine.kind == "io_uring"
+    options.threads, options.depth, options.request_bytes = engine._threads, engine._depth, engine._request_bytes
+    out = ffi.new("sw_engine **")
+    result = lib.sw_engine_new(options, out)
+    if result == -errno.EINVAL:
+        raise ValueError(
+            f"threads {engine._threads} (1 to 256), depth {engine._depth} (1 to 1024) or request_bytes "
+            f"{engine._request_bytes} (a multiple of 4096 up to 1 GiB) is out of range"
+        )
+    if result:
+        raise OSError(-result, f"starting the engine {engine.name}: {reason() or os.strerror(-result)}")
+    return out[0]
 
 
 class Engine:
@@ -65,6 +90,9 @@ class Engine:
     close and in a forked child.
     """
 
+    _handle: Any = None  # of one that could not be made
+    _pid = -1
+
     def __init__(
         self,
         name: str,
@@ -74,15 +102,17 @@ class Engine:
         depth: int = 16,
         request_bytes: int = 1 << 20,
     ) -> None:
-        self._handle: Any = None
-        self._pid = os.getpid()
         if backend not in ("auto", "io_uring", "threads"):
             raise ValueError(f"backend must be auto, io_uring or threads, not {backend!r}")
-        works, self.reason = probe_uring() if backend != "threads" else (False, "asked for")
+        works, reason = probe_uring() if backend != "threads" else (False, "asked for")
         if backend == "io_uring" and not works:
-            raise OSError(errno.ENOSYS, f"io_uring cannot be used: {self.reason}")
-        self.kind = "io_uring" if works else "threads"
-        self.name = name
+            raise OSError(errno.ENOSYS, f"io_uring cannot be used: {reason}")
+        kind = "io_uring" if works else "threads"
+        self._begin(name, kind, reason, threads=threads, depth=depth, request_bytes=request_bytes)
+
+    def _begin(self, name: str, kind: str, reason: str, *, threads: int, depth: int, request_bytes: int) -> None:
+        self._pid = os.getpid()
+        self.name, self.kind, self.reason = name, kind, reason
         self._threads, self._depth, self._request_bytes = threads, depth, request_bytes
         self._handle = self._make()
         self._fileno = lib.sw_engine_fileno(self._handle)
@@ -93,21 +123,7 @@ class Engine:
         self._listener: Callable[[list[Done]], None] | None = None
 
     def _make(self) -> Any:
-        name = ffi.new("char[]", f"sw-{self.name}".encode()[:15])
-        options = ffi.new("sw_options *")
-        options.name = name
-        options.uring = self.kind == "io_uring"
-        options.threads, options.depth, options.request_bytes = self._threads, self._depth, self._request_bytes
-        out = ffi.new("sw_engine **")
-        result = lib.sw_engine_new(options, out)
-        if result == -errno.EINVAL:
-            raise ValueError(
-                f"threads {self._threads} (1 to 256), depth {self._depth} (1 to 1024) or request_bytes "
-                f"{self._request_bytes} (a multiple of 4096 up to 1 GiB) is out of range"
-            )
-        if result:
-            raise OSError(-result, f"starting the engine {self.name}: {os.strerror(-result)}")
-        return out[0]
+        return make_engine(self, {})
 
     def _alive(self) -> Any:
         if os.getpid() != self._pid:
@@ -123,7 +139,8 @@ class Engine:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hands all the jobs to the engine in one call, or none of them.
 
-        Raises ValueError for a malformed job (GATHER and SCATTER need an engine of kind "threads"),
+        Raises ValueError for a malformed job (GATHER and SCATTER need an engine of kind "threads", D2H and H2D one of
+        kind "device", which takes no others),
         BlockingIOError if over a million jobs are not reaped yet.
         """
         if not jobs:
@@ -132,12 +149,12 @@ class Engine:
         count = len(jobs)
         array = ffi.new("sw_job[]", count)
         numbers = list(itertools.islice(self._numbers, count))
-        for index, job in enumerate(jobs):
-            fill(array[index], numbers[index], job)
+        kept = [fill(array[index], numbers[index], job) for index, job in enumerate(jobs)]
         with self._lock:
             handle = self._alive()
             self._jobs.update(zip(numbers, jobs, strict=True))
             result = lib.sw_engine_submit(handle, array, count)
+            del kept
             if result:
                 for number in numbers:
                     del self._jobs[number]
@@ -223,11 +240,14 @@ class Engine:
         elif self._jobs:
             _abandoned.append(self._jobs)
             rest += [Done(job, -errno.ETIMEDOUT, 0) for job in self._jobs.values()]
+            for job in self._jobs.values():
+                for latch in job.latches:  # it fails, and nobody must wait for what will never come
+                    latch.open()
         if self._listener is not None:
             self._listener(rest)
         return stopped
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepwell.native._engine import ffi, lib
+from stepwell.native._latches import Latch, Mark
 
 BLOCK_BYTES = 1 << 20  # one checksum each
 ALIGN_BYTES = 4096  # of direct I/O
@@ -27,6 +29,8 @@ class Op(IntEnum):
     FALLOCATE = 3  # the system call, never an emulation: EOPNOTSUPP is a result
     GATHER = 4  # pieces -> buffer, checksums out; threads only
     SCATTER = 5  # buffer -> pieces, only blocks with the expected checksum; threads only
+    D2H = 6  # pieces in a device's memory -> buffer; a DeviceEngine's only, as the next
+    H2D = 7  # buffer -> pieces in a device's memory
 
 
 class Ticket:
@@ -97,8 +101,11 @@ class Job:
     `crcs`: one uint32 for each block of 1 MiB, written by GATHER (which then also fills the buffer with
     zeros up to a multiple of 4096), expected by SCATTER; `pieces_offset` is then a multiple of 1 MiB.
     SCATTER without `pieces` only verifies.
+    D2H, H2D: the same bytes, with `pieces` in the device's memory; no checksums, and neither side of a hole is
+    touched. `mark`: the copies start after that point of the stream that it was made on.
     `after`: starts when that ticket is done; if it fails, the job ends with -ECANCELED. `signal`: fired
-    when the job ends: done if it moved all its bytes, else failed.
+    when the job ends: done if it moved all its bytes, else failed. `latches`: each is counted down once, by D2H
+    when its copies are issued, else when the job has ended, well or not; not if `submit` raises.
     `keep`: held until the job is reaped: what owns the memory at `address`.
     """
 
@@ -113,6 +120,8 @@ class Job:
     crcs: NDArray[np.uint32] | None = None
     after: Ticket | None = None
     signal: Ticket | None = None
+    mark: Mark | None = None
+    latches: Sequence[Latch] = ()
     keep: object = None
 
 
@@ -143,8 +152,8 @@ def check(job: Job) -> None:
         raise ValueError("GATHER writes crcs, but they are read-only")
 
 
-def fill(target: Any, number: int, job: Job) -> None:
-    """Writes `job` into a C struct sw_job."""
+def fill(target: Any, number: int, job: Job) -> object:
+    """Writes `job` into a C struct sw_job. What is returned must be kept until that is submitted."""
     target.id = number
     target.op = job.op
     target.fd = job.fd
@@ -164,3 +173,11 @@ def fill(target: Any, number: int, job: Job) -> None:
         target.after = job.after._handle
     if job.signal is not None:
         target.signal = job.signal._handle
+    if job.mark is not None:
+        target.mark = job.mark._handle
+    if not job.latches:
+        return None
+    latches = ffi.new("sw_latch *[]", [latch._handle for latch in job.latches])
+    target.latches = latches
+    target.latch_count = len(job.latches)
+    return latches

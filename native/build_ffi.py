@@ -11,7 +11,8 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path("native")  # setuptools runs from the root of the repository and wants relative paths
-SOURCES = ["crc32c", "crc32c_x86", "copy", "pieces", "region", "ticket", "task", "engine", "threads", "uring", "probe"]
+SOURCES = ["crc32c", "crc32c_x86", "copy", "pieces", "region", "ticket", "latch", "task", "engine", "threads", "uring"]
+SOURCES += ["cuda", "crossing", "device", "probe"]
 
 
 def compiler() -> list[str]:
@@ -50,12 +51,12 @@ def builder() -> FFI:
         "stepwell.native._engine",
         '#include "stepwell.h"',
         sources=[str(HERE / f"{name}.c") for name in SOURCES],
-        depends=[str(HERE / "stepwell.h"), str(HERE / "_engine.cdef.txt")],
+        depends=[str(HERE / name) for name in ("stepwell.h", "device.h", "_engine.cdef.txt")],
         include_dirs=[str(HERE)],
         define_macros=[("_GNU_SOURCE", None), ("_FILE_OFFSET_BITS", "64")]
         + ([] if archive else [("SW_NO_URING", None)]),
         extra_compile_args=flags,
-        extra_link_args=["-pthread", *shlex.split(os.environ.get("STEPWELL_LDFLAGS", ""))],
+        extra_link_args=["-pthread", "-ldl", *shlex.split(os.environ.get("STEPWELL_LDFLAGS", ""))],
         extra_objects=[archive] if archive else [],  # static: wheels run where the library is not installed
         py_limited_api=True,
     )

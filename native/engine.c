@@ -18,6 +18,8 @@ static void destroy(sw_engine *engine)
 {
     if (engine->uring)
         sw_uring_free(engine);
+    if (engine->device)
+        sw_device_free(engine);
     if (engine->done_fd >= 0)
         close(engine->done_fd);
     pthread_cond_destroy(&engine->work);
@@ -50,7 +52,9 @@ int sw_engine_new(const sw_options *options, sw_engine **out)
     engine->done_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     int result = engine->done_fd < 0 ? -errno : 0;
     if (!result)
-        result = options->uring ? sw_uring_start(engine) : sw_threads_start(engine, options->threads, sw_threads_main);
+        result = options->library ? sw_device_start(engine, options)
+                 : options->uring ? sw_uring_start(engine)
+                                  : sw_threads_start(engine, options->threads, sw_threads_main);
     if (result) {
         if (engine->thread_count)
             (void)sw_engine_stop(engine, -1);
@@ -87,10 +91,10 @@ int sw_threads_start(sw_engine *engine, uint32_t count, void *(*main)(void *))
 
 static bool valid(const sw_engine *engine, const sw_job *job)
 {
-    bool copies = job->op == SW_GATHER || job->op == SW_SCATTER;
+    bool copies = job->op == SW_GATHER || job->op == SW_SCATTER, crosses = job->op == SW_D2H || job->op == SW_H2D;
     if (job->op >= SW_OP_COUNT || job->length > (uint64_t)INT64_MAX - SW_ALIGN_BYTES || (copies && engine->uring))
         return false;
-    if (job->op == SW_GATHER && !job->map)
+    if (crosses != (engine->device != NULL) || ((crosses || job->op == SW_GATHER) && !job->map))
         return false;
     if (copies && job->crcs && job->map_offset % SW_BLOCK_BYTES)
         return false;
@@ -99,10 +103,13 @@ static bool valid(const sw_engine *engine, const sw_job *job)
 
 static sw_task *task_new(sw_engine *engine, const sw_job *job)
 {
-    sw_task *task = calloc(1, sizeof *task);
+    size_t latches_bytes = job->latch_count * sizeof *job->latches;
+    sw_task *task = calloc(1, sizeof *task + latches_bytes);
     if (!task)
         return NULL;
     task->job = *job;
+    if (latches_bytes)
+        memcpy(task->latches, job->latches, latches_bytes);
     task->engine = engine;
     task->end = UINT64_MAX;
     task->total = job->length;

@@ -14,7 +14,7 @@
 #define STRETCH_BYTES 16384u    /* of small pieces, before their checksum is taken */
 
 /* Index of the piece that holds byte `at` of the shard; count if none does. */
-static uint64_t find(const sw_map *map, uint64_t at)
+uint64_t sw_map_find(const sw_map *map, uint64_t at)
 {
     uint64_t low = 0, high = map->count;
     while (low < high) {
@@ -28,7 +28,7 @@ static uint64_t find(const sw_map *map, uint64_t at)
 }
 
 /* The run that starts at `at`: its length, at most to `end`, and its address; 0 where there is none. */
-static uint64_t run_at(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t end, uint64_t *address)
+uint64_t sw_map_run(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t end, uint64_t *address)
 {
     *address = 0;
     while (*piece < map->count && map->offsets[*piece + 1] <= at)
@@ -60,7 +60,7 @@ static uint32_t gather(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t
     uint32_t state = ~0u;
     uint8_t *stretch = to; /* copied, not yet checksummed */
     while (at < end) {
-        uint64_t address, length = run_at(map, piece, at, end, &address);
+        uint64_t address, length = sw_map_run(map, piece, at, end, &address);
         prefetch_next(map, *piece);
         const uint8_t *from = (const uint8_t *)(uintptr_t)address;
         if (from && checked && length >= RUN_BYTES_MIN) {
@@ -83,7 +83,7 @@ static uint32_t gather(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t
 static void scatter(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t end, const uint8_t *from)
 {
     while (at < end) {
-        uint64_t address, length = run_at(map, piece, at, end, &address);
+        uint64_t address, length = sw_map_run(map, piece, at, end, &address);
         if (address)
             sw_copy((uint8_t *)(uintptr_t)address, from, length);
         from += length;
@@ -95,7 +95,7 @@ static void scatter(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t en
 int64_t sw_gather(const sw_job *job)
 {
     uint8_t *buffer = (uint8_t *)(uintptr_t)job->address;
-    uint64_t piece = find(job->map, job->map_offset);
+    uint64_t piece = sw_map_find(job->map, job->map_offset);
     for (uint64_t at = 0, block = 0; at < job->length; at += SW_BLOCK_BYTES, block++) {
         uint64_t left = job->length - at, size = left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES;
         uint64_t start = job->map_offset + at;
@@ -113,7 +113,7 @@ int64_t sw_gather(const sw_job *job)
 int64_t sw_scatter(const sw_job *job, uint64_t *bad_blocks)
 {
     const uint8_t *buffer = (const uint8_t *)(uintptr_t)job->address;
-    uint64_t piece = job->map ? find(job->map, job->map_offset) : 0;
+    uint64_t piece = job->map ? sw_map_find(job->map, job->map_offset) : 0;
     uint64_t good = 0;
     for (uint64_t at = 0, block = 0; at < job->length; at += SW_BLOCK_BYTES, block++) {
         uint64_t left = job->length - at, size = left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES;

@@ -3,8 +3,8 @@
  * Rules: functions return a count or 0, or -errno; results go through one out-pointer; a job's life is
  * submit -> ready -> requests -> finish -> reap, each step in its own function.
  *
- * Locks: a ticket's lock and an engine's lock are never held together, and no lock is held while a
- * system call runs that could wait for a device.
+ * Locks: of a ticket's, a latch's, a device's and an engine's lock never two are held together, and none
+ * while a call of the system or of a device's driver runs that could wait.
  */
 #ifndef STEPWELL_H
 #define STEPWELL_H
@@ -25,6 +25,8 @@
 #define SW_JOBS_MAX ((uint64_t)1 << 20)      /* not yet reaped; bounds the memory of the queues */
 #define SW_RETRIES_MAX 1000u                 /* EAGAIN or EINTR without a byte moved; then it is an error */
 #define SW_BITMAP_BLOCKS 64u                 /* bad_blocks is one bit a block */
+#define SW_SMALL_BYTES ((uint64_t)64 << 10)  /* pieces of a device below this cross together */
+#define SW_BATCH_PIECES 240u                 /* of one kernel: its parameters, all of a batch, are at most 4 KiB */
 
 #if defined(__x86_64__) && !defined(SW_PORTABLE) /* SW_PORTABLE: as other processors are built */
 #define SW_X86 1
@@ -32,11 +34,24 @@
 
 #define SW_DIRECT 1
 
-enum sw_op { SW_READ, SW_WRITE, SW_SYNC, SW_FALLOCATE, SW_GATHER, SW_SCATTER, SW_OP_COUNT };
+enum sw_op {
+    SW_READ,
+    SW_WRITE,
+    SW_SYNC,
+    SW_FALLOCATE,
+    SW_GATHER,
+    SW_SCATTER,
+    SW_D2H, /* these two are all that a device's engine does */
+    SW_H2D,
+    SW_OP_COUNT
+};
 enum sw_ticket_state { SW_PENDING, SW_DONE, SW_FAILED };
 
 typedef struct sw_engine sw_engine;
 typedef struct sw_ticket sw_ticket;
+typedef struct sw_latch sw_latch;
+typedef struct sw_cuda sw_cuda;
+typedef struct sw_event sw_event;
 
 typedef struct {
     uint64_t count;
@@ -57,6 +72,9 @@ typedef struct {
     uint32_t *crcs;
     sw_ticket *after;
     sw_ticket *signal;
+    sw_event *mark;
+    sw_latch *const *latches;
+    uint32_t latch_count;
 } sw_job;
 
 typedef struct {
@@ -83,6 +101,11 @@ typedef struct {
     uint64_t bad_blocks;
     uint64_t register_errno;
     uint64_t ring_errno;
+    uint64_t bytes_fetched;
+    uint64_t bytes_delivered;
+    uint64_t copies;
+    uint64_t kernels;
+    uint64_t device_bytes;
 } sw_statistics;
 
 typedef struct {
@@ -91,6 +114,10 @@ typedef struct {
     uint32_t threads;
     uint32_t depth;
     uint64_t request_bytes;
+    const char *library; /* of the device's driver; NULL: an engine of this machine */
+    int32_t device;
+    char *reason; /* in words, why a device cannot be used */
+    uint64_t reason_bytes;
 } sw_options;
 
 /* A job inside its engine. Two owners may hold it: the engine, and the ticket that it waits for. */
@@ -110,6 +137,8 @@ typedef struct sw_task {
     int64_t error;                      /* first -errno */
     int64_t result;
     uint64_t bad_blocks;
+    uint32_t latches_down; /* of job.latches, which are these: */
+    sw_latch *latches[];
 } sw_task;
 
 /* One system call's worth of a task, and how far it got. */
@@ -126,6 +155,7 @@ typedef struct sw_request {
 } sw_request;
 
 typedef struct sw_uring sw_uring;
+typedef struct sw_device sw_device;
 
 struct sw_engine {
     pthread_mutex_t lock;
@@ -153,7 +183,8 @@ struct sw_engine {
     uint32_t threads_alive;
     uint32_t thread_count;
     pthread_t *threads;
-    sw_uring *uring; /* NULL: thread back end */
+    sw_uring *uring; /* both NULL: thread back end */
+    sw_device *device;
 };
 
 /* ticket.c */
@@ -176,7 +207,7 @@ int sw_engine_fault(sw_engine *engine, uint64_t bytes_max, uint32_t every, int32
 int sw_engine_stop(sw_engine *engine, int64_t timeout_ms);
 int sw_engine_free(sw_engine *engine);
 
-/* task.c: what both back ends share */
+/* task.c: what the back ends share */
 void sw_task_drop(sw_task *task);
 void sw_task_ready(sw_task *task);
 void sw_task_finish(sw_task *task, int64_t result);
@@ -186,7 +217,7 @@ bool sw_request_advance(sw_engine *engine, sw_request *request, int64_t result);
 uint64_t sw_request_bytes(const sw_engine *engine, const sw_request *request);
 
 /* threads.c */
-int sw_threads_start(sw_engine *engine, uint32_t count, void *(*main)(void *)); /* in engine.c, for both */
+int sw_threads_start(sw_engine *engine, uint32_t count, void *(*main)(void *)); /* in engine.c, for all */
 void *sw_threads_main(void *engine);
 
 /* uring.c */
@@ -196,10 +227,37 @@ void sw_uring_free(sw_engine *engine);
 int sw_uring_register(sw_engine *engine, uint64_t address, uint64_t size);
 int sw_uring_unregister(sw_engine *engine, uint64_t address);
 
+/* device.c */
+int sw_device_start(sw_engine *engine, const sw_options *options);
+void sw_device_free(sw_engine *engine);
+sw_cuda *sw_device_cuda(sw_engine *engine);
+void sw_device_kernels(sw_engine *engine, uint64_t gather, uint64_t scatter);
+
+/* cuda.c */
+int sw_probe_cuda(const char *library, char *reason, size_t size);
+void sw_cuda_hold(sw_cuda *cuda);
+void sw_cuda_drop(sw_cuda *cuda);
+int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, sw_event **out);
+int sw_cuda_release(sw_cuda *cuda, sw_latch *latch, uint64_t stream);
+int sw_cuda_pin(sw_cuda *cuda, uint64_t address, uint64_t bytes);
+int sw_cuda_unpin(sw_cuda *cuda, uint64_t address);
+void sw_cuda_error(sw_cuda *cuda, char *text, size_t size);
+void sw_event_drop(sw_event *event);
+
+/* latch.c */
+sw_latch *sw_latch_new(uint64_t count);
+void sw_latch_free(sw_latch *latch);
+void sw_latch_down(sw_latch *latch, uint64_t count);
+int sw_latch_issued(sw_latch *latch, sw_event *event);
+int sw_latch_wait(sw_latch *latch, int64_t timeout_ns);
+uint64_t sw_latch_left(sw_latch *latch);
+
 /* probe.c */
 int sw_probe_uring(char *reason, size_t size);
 
 /* pieces.c */
+uint64_t sw_map_find(const sw_map *map, uint64_t at);
+uint64_t sw_map_run(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t end, uint64_t *address);
 int64_t sw_gather(const sw_job *job);
 int64_t sw_scatter(const sw_job *job, uint64_t *bad_blocks);
 

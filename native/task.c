@@ -1,4 +1,4 @@
-/* The life of a task, as both back ends share it: ready, cut into requests, finished, released. */
+/* The life of a task, as the back ends share it: ready, cut into requests, finished, released. */
 #include <errno.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -67,7 +67,7 @@ static void publish(sw_task *task, bool ok)
     pthread_mutex_lock(&engine->lock);
     waiting_unlink(task);
     uint64_t *bytes[] = {&engine->stats.bytes_read, &engine->stats.bytes_written, NULL, NULL,
-                         &engine->stats.bytes_gathered, &engine->stats.bytes_scattered};
+                         &engine->stats.bytes_gathered, &engine->stats.bytes_scattered, NULL, NULL};
     if (task->result > 0 && bytes[task->job.op])
         *bytes[task->job.op] += (uint64_t)task->result;
     engine->stats.bad_blocks += (uint64_t)__builtin_popcountll(task->bad_blocks);
@@ -103,8 +103,8 @@ static sw_task *release(sw_task *waiting, bool ok, sw_task *finished)
     return finished;
 }
 
-/* Finishes a list of tasks whose result is set, and all that they cancel in turn. The ticket fires
- * before the task can be reaped, because reaping ends the caller's duty to keep the ticket. */
+/* Finishes a list of tasks whose result is set, and all that they cancel in turn. Ticket and latches hear
+ * of it before the task can be reaped, because reaping ends the caller's duty to keep them. */
 static void finish_all(sw_task *finished)
 {
     while (finished) {
@@ -112,6 +112,8 @@ static void finish_all(sw_task *finished)
         finished = task->next;
         bool ok = succeeded(task);
         sw_task *waiting = task->job.signal ? sw_ticket_take(task->job.signal, ok) : NULL;
+        while (task->latches_down < task->job.latch_count)
+            sw_latch_down(task->latches[task->latches_down++], 1);
         publish(task, ok);
         finished = release(waiting, ok, finished);
     }

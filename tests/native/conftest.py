@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.native import Done, Engine, Job, Region, probe_uring
+from stepwell.native import DeviceEngine, Done, Engine, Job, Region, probe_uring
+from tests.fakecuda import FakeCuda, build
 
 WAIT_SECONDS = 100.0  # a hang is a failure, not a wait
 
 Run = Callable[[Engine, Sequence[Job]], list[Done]]
 MakeEngine = Callable[..., Engine]
+MakeDevice = Callable[..., DeviceEngine]
 
 
 def wait_all(engine: Engine, count: int) -> list[Done]:
@@ -92,3 +95,36 @@ def open_file(tmp_path: Path) -> Iterator[Callable[..., int]]:
     yield open_
     for fd in opened:
         os.close(fd)
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build(tmp_path_factory.mktemp("fakecuda"))
+
+
+@pytest.fixture
+def fake(fake_library: str) -> Iterator[FakeCuda]:
+    """The driver without a GPU. Whatever a test did, everything must have been given back at its end."""
+    fake = FakeCuda(fake_library)
+    fake.reset()
+    before = fake.owned()
+    yield fake
+    fake.reset()
+    if fake.owned() != before:
+        gc.collect()
+    assert fake.owned() == before
+    assert fake.count("depth") == 0
+
+
+@pytest.fixture
+def make_device(fake: FakeCuda) -> Iterator[MakeDevice]:
+    made: list[DeviceEngine] = []
+
+    def make(device: int = 0, **options: int) -> DeviceEngine:
+        made.append(DeviceEngine("gpu", device, library=fake.path, **options))
+        return made[-1]
+
+    yield make
+    fake.reset()
+    assert all([engine.close() for engine in made])
+    made.clear()
