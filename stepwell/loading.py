@@ -50,7 +50,7 @@ def load(
     ref: see `stepwell.refs`. part: only this one, without its name in front. keys: a pattern or patterns of
     dotted names (`*.weight`); or {key: slice or slices}, which loads only those rows and reads only the
     blocks that they lie in (a flat dict comes back). device, dtype: where tensors go, and what floating
-    point tensors become. rename: saved name -> name in the result.
+    point tensors become; what goes to a GPU is read straight to it. rename: saved name -> name in the result.
 
     Every byte of a stepwell checkpoint is verified. Raises CheckpointNotFound, FormatError, CorruptData,
     KeyMismatch for a key that is not there, PickleRefused.
@@ -80,7 +80,7 @@ def _load_from(
     rename: Any,
     allow_pickle: bool,
 ) -> dict[Any, Any]:
-    began, staging = time.monotonic(), Mover(runtime.copier, runtime.staging())
+    began, staging = time.monotonic(), Mover(runtime.copier, runtime.staging(), gpus=runtime.gpus)
     mover, catalog = staging, Catalog(run, [tier])
     attempt = runtime.run(chosen_attempt(catalog, place.select, str(place.folder), place))
     opened = runtime.run(open_checkpoint(catalog, attempt, 0, 1, None if part is None else [part]))
@@ -97,7 +97,8 @@ def _load_from(
         placement = build(
             skeleton, part=part, keys=keys, rename=rename, device=device, dtype=dtype, allow_pickle=allow_pickle
         )
-        _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills))
+        marks = runtime.gpus.marks(placement.gpus, runtime.run)
+        _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills, marks))
         note_load(place, began, opened, placement.fills)
     finally:
         runtime.run(opened.close())
@@ -208,7 +209,7 @@ def _load_plain(
 ) -> dict[Any, Any]:
     """Any folder of safetensors files, such as Hugging Face's. They carry no checksums."""
     tier = FileTier(place.folder.parent, name="disk", read_only=True)
-    began, staging = time.monotonic(), Mover(runtime.copier, runtime.staging())
+    began, staging = time.monotonic(), Mover(runtime.copier, runtime.staging(), gpus=runtime.gpus)
     runtime.run(tier.start())
     try:
         found = runtime.run(_open_plain(staging, tier, place))
@@ -224,7 +225,8 @@ def _load_plain(
             return _with(runtime, mover, staging, lambda m: _load_slices(m, opened, known, sliced, device, dtype))
         skeleton = foreign({label: entry for label, (_, entry) in entries.items()})
         placement = build(skeleton, part="model", keys=keys, rename=rename, device=device, dtype=dtype)
-        _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills))
+        marks = runtime.gpus.marks(placement.gpus, runtime.run)
+        _with(runtime, mover, staging, lambda m: fill(m, opened, placement.fills, marks))
         note_load(place, began, opened, placement.fills)
     finally:
         runtime.run(tier.close())

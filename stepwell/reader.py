@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -16,16 +17,20 @@ from stepwell.format.collecting import paused
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
 from stepwell.mover import Mover
+from stepwell.native import Mark, PieceMap
 from stepwell.ranges import Array, piece_map, plan_reads
 from stepwell.reading import Caller, Healing, Reading
 from stepwell.shards import Layout, OpenShard, recorded_layout
 from stepwell.state import Fill
+from stepwell.state.alias import Places
 from stepwell.state.skeleton import Skeleton, read_skeleton
+from stepwell.state.whereabouts import HOST, places_of
 from stepwell.tiers.base import CheckpointKey, ChunkIO, Lease, RecordKey, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
 #: how long a tier may keep a restore waiting that another tier can serve
 LATE_S = 2.0
+NO_MARKS: Mapping[int, Mark] = MappingProxyType({})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -287,14 +292,17 @@ async def read_bytes(mover: Mover, tier: Tier, key: ShardKey, length: int) -> by
     return bytes(data)
 
 
-async def fill(mover: Mover, opened: OpenShards, fills: Sequence[Fill]) -> None:
+async def fill(
+    mover: Mover, opened: OpenShards, fills: Sequence[Fill], marks: Mapping[int, Mark] | None = None
+) -> None:
     """Reads every label's bytes into its tensor, all shards and tiers in parallel, verified.
 
-    Raises CorruptData naming file, keys and step if a block is good on no tier; tensors filled before that
-    keep what they got.
+    marks: of each GPU that tensors are on, the moment from which on they may be written. Raises CorruptData naming
+    file, keys and step if a block is good on no tier; tensors filled before that keep what they got.
     """
     labels = [f.label for f in fills]
     tensors = [f.tensor for f in fills]
+    places = np.array(places_of(tensors, [tensor.is_cpu for tensor in tensors]) or [HOST] * len(tensors), np.intp)
     left = len(labels)
     work = []
     for shard in opened.shards:
@@ -311,11 +319,12 @@ async def fill(mover: Mover, opened: OpenShards, fills: Sequence[Fill]) -> None:
             raise CorruptData(
                 "the record and the shard disagree on a tensor's size", key=labels[here[wrong]], path=str(shard.key)
             )
-        addresses = np.array([tensor.data_ptr() for tensor in targets], np.uint64)
+        addresses, on = np.array([tensor.data_ptr() for tensor in targets], np.uint64), places[here]
         if len(here) == len(known) and shard.crcs is not None:  # all of the file: its header is verified, too
             header = shard.layout.data_start
             starts, lengths, addresses = _with(starts, 0), _with(lengths, header), _with(addresses, 0)
-        work.append((shard, starts, lengths, addresses, targets))
+            on = np.concatenate([[HOST], on])
+        work.append((shard, starts, lengths, addresses, targets, on, marks or {}))
     if left:
         absent = min(set(labels).difference(*(shard.layout.labels for shard in opened.shards)))
         raise CorruptData(f"{left} tensors of the record are in no shard, among them {absent!r}", step=opened.step)
@@ -329,15 +338,26 @@ def _with(values: Array, first: int) -> Array:
 
 
 async def fill_runs(
-    mover: Mover, opened: OpenShards, shard: OpenShard, starts: Array, lengths: Array, addresses: Array, keep: object
-) -> None:
-    """Reads bytes [start, start + length) of a shard to addresses in memory, verified. `keep` owns the memory."""
-    pieces = piece_map(starts, lengths, addresses, shard.size, keep)
+    mover: Mover, opened: OpenShards, shard: OpenShard, starts: Array, lengths: Array, addresses: Array, keep: object,
+    places: Places | None = None, marks: Mapping[int, Mark] = NO_MARKS,
+) -> None:  # fmt: skip
+    """Reads bytes [start, start + length) of a shard to addresses in memory, verified. `keep` owns the memory.
+
+    places: the GPU of each address, or HOST; None: all are in host memory. marks: see `fill`.
+    """
+
+    def on(place: int) -> PieceMap:
+        there = addresses if places is None else np.where(places == place, addresses, np.uint64(0))
+        return piece_map(starts, lengths, there, shard.size, keep)
+
+    gpus = [] if places is None else [place for place in np.unique(places).tolist() if place != HOST]
+    pieces = on(HOST) if places is None or HOST in places else None
+    gpu_pieces = [(gpu, on(gpu)) for gpu in gpus]
     reads = plan_reads(starts, lengths, shard.size, mover.arena.slot_bytes)
     try:
         reading = Reading(
-            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, cached_as=shard.cached_as,
-            caller=opened.caller, size=shard.size, stays=True,
+            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, gpu_pieces, marks,
+            cached_as=shard.cached_as, caller=opened.caller, size=shard.size, stays=True,
         )  # fmt: skip
         await mover.get(reading, reads)
     except CorruptData as error:

@@ -20,6 +20,7 @@ from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mover import Mover
 from stepwell.reader import OpenCheckpoint, fill, open_checkpoint
+from stepwell.runtime import Runtime
 from stepwell.state import Placement, assign
 from stepwell.state.skeleton import part_names
 from stepwell.tiers.base import ShardKey
@@ -208,7 +209,9 @@ def _try(
         tried.placement = assign(
             tried.opened.read(), wish.state, strict=wish.strict, rename=wish.rename, allow_pickle=wish.allow_pickle
         )
-        run(fill(mover, tried.opened, tried.placement.fills))
+        gpus = tried.placement.gpus
+        marks = Runtime.get().gpus.marks(gpus, run) if gpus else {}
+        run(fill(mover, tried.opened, tried.placement.fills, marks))
         tried.found = run(describe(catalog, attempt))
     except StepwellError as error:
         tried.error = error

@@ -7,7 +7,7 @@ parameters of a flat buffer shared, though they are disjoint; so ranges of bytes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,25 +50,49 @@ class Aliases:
 
 NO_ALIASES = Aliases()
 Array = np.ndarray[Any, np.dtype[np.uint64]]
+Places = np.ndarray[Any, np.dtype[np.intp]]
 
 
-def find_aliases(tensors: Sequence[torch.Tensor], begins: Array, extents: Array) -> Aliases:
-    """Analyses tensors that lie at addresses `begins` and reach over `extents` bytes (0: no memory)."""
+def find_aliases(
+    tensors: Sequence[torch.Tensor],
+    begins: Array,
+    extents: Array,
+    devices: Sequence[int] = (),
+    alone: Container[int] = (),
+) -> Aliases:
+    """Analyses tensors that lie at addresses `begins` and reach over `extents` bytes (0: no memory).
+
+    devices: a number for the device of each tensor, where they are on several: equal addresses mean nothing then.
+    alone: those whose tensor counts as an object of its own, whatever it is.
+    """
     used = np.flatnonzero(extents)
+    runs: list[Places] = []
+    if len(set(devices)) > 1:
+        on = np.array(devices, np.intp)[used]
+        for device in np.unique(on):
+            runs += _touching(used[on == device], begins, extents)
+    else:
+        runs = _touching(used, begins, extents)
+    if not runs:
+        return NO_ALIASES
+    ties: dict[int, Tie] = {}
+    places: dict[int, Place] = {}
+    groups: list[int] = []
+    for run in runs:
+        _analyse(tensors, sorted(run.tolist()), begins, extents, alone, ties, places, groups)
+    return Aliases(tuple(sorted(ties.items())), tuple(sorted(places.items())), tuple(groups))
+
+
+def _touching(used: Places, begins: Array, extents: Array) -> list[Places]:
+    """The sets of tensors, out of those, whose ranges touch each other."""
     order = used[np.argsort(begins[used], kind="stable")]
     starts = begins[order]
     ends = np.maximum.accumulate(starts + extents[order])
     joined = starts[1:] < ends[:-1]
     if not joined.any():
-        return NO_ALIASES
-    ties: dict[int, Tie] = {}
-    places: dict[int, Place] = {}
-    groups: list[int] = []
+        return []
     borders = np.flatnonzero(np.diff(np.concatenate(([False], joined, [False])).astype(np.int8)))
-    for first, last in borders.reshape(-1, 2):
-        members = sorted(int(index) for index in order[first : last + 1])
-        _analyse(tensors, members, begins, extents, ties, places, groups)
-    return Aliases(tuple(sorted(ties.items())), tuple(sorted(places.items())), tuple(groups))
+    return [order[first : last + 1] for first, last in borders.reshape(-1, 2)]
 
 
 def _analyse(
@@ -76,6 +100,7 @@ def _analyse(
     members: list[int],
     begins: Array,
     extents: Array,
+    alone: Container[int],
     ties: dict[int, Tie],
     places: dict[int, Place],
     groups: list[int],
@@ -88,7 +113,7 @@ def _analyse(
         identity = _identity(tensor, int(begins[index]), int(extents[index]))
         known = seen.setdefault(identity, index)
         if known != index:
-            same = tensors[known] is tensor
+            same = tensors[known] is tensor and known not in alone and index not in alone
             ties[index] = Tie(known, tuple(tensor.shape), tensor.stride(), same)
         else:
             distinct.append(index)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,12 +15,15 @@ import torch
 from stepwell.errors import StateError
 from stepwell.format.collecting import paused
 from stepwell.state.alias import Array, find_aliases
+from stepwell.state.cache import PlanCache
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
-from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, PlanCache, ShardPlan
+from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, ShardPlan
+from stepwell.state.recall import Changed, Looks, Recalling, remember
 from stepwell.state.skeleton import part_names
-from stepwell.state.source import ShardSource
+from stepwell.state.source import ShardSource, clone
 from stepwell.state.structure import Span, Structure
+from stepwell.state.whereabouts import HOST, places_of
 
 _Tensor: Any = torch._C.TensorBase  # its methods and attributes, through map(), are the fastest way to ask a tensor
 #: tensors that are asked everything before the next ones are: so many stay in the processor's caches meanwhile
@@ -29,7 +32,8 @@ _ASKED_TOGETHER = 512
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What `capture` found. Refers to the live tensors and keeps them alive; copies none that is contiguous.
+    """What `capture` found. Refers to the live tensors and keeps them alive; copies none that is contiguous, and of
+    the others only those on a GPU (`plan.clones`: there, in the order of the current stream).
 
     Until the sources' bytes have been copied, the state must not change; after that, `let_go`.
     """
@@ -37,7 +41,8 @@ class Snapshot:
     plan: Plan
     tree: list[Any]
     addresses: Array
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor]  # of each leaf, or a view of it
+    storages: list[Any] = field(default_factory=list)  # see `hold`
 
     @cached_property
     def skeleton(self) -> dict[str, Any]:
@@ -75,11 +80,16 @@ class Snapshot:
 
     def source(self, shard_index: int) -> ShardSource:
         """The bytes of one shard."""
-        return ShardSource(self.plan.shards[shard_index], self.addresses, self.tensors)
+        return ShardSource(self.plan.shards[shard_index], self.addresses, self.tensors, self.storages)
+
+    def hold(self) -> None:
+        """Keeps the tensors' memory alive also if they are given another meanwhile (`.data =`, `module.to`)."""
+        self.storages[:] = map(_Tensor.untyped_storage, self.tensors)
 
     def let_go(self) -> None:
         """Keeps the tensors alive no longer; what `source` gave must not be read any more. The rest stays."""
-        self.tensors.clear()  # the sources share the list
+        self.tensors.clear()  # the sources share the lists
+        self.storages.clear()
 
 
 def capture(
@@ -102,20 +112,81 @@ def capture(
 
 
 def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, header_split_bytes: int) -> Snapshot:
+    parts = part_names(state)
+    looks: Looks = {}
+    for memory in reversed(plans.memories):
+        if memory.plan.structure.is_of(rank, world, header_split_bytes, parts):
+            found = _recalled(state, Recalling(memory, state, looks), plans)
+            if found is not None:
+                return found
     encoder, tree, spans = _walk(state, careful=False)
     answers = _ask(encoder)
     if answers is None:
         encoder, tree, spans = _walk(state, careful=True)
         answers = _ask(encoder)
         assert answers is not None, "a careful walk leaves only tensors with memory"
-    structure = plans.known(_structure(encoder, answers, spans, rank, world, header_split_bytes))
-    addresses = np.array(answers.pointers, dtype=np.uint64)
-    aliases = find_aliases(encoder.tensors, addresses, structure.extents)
-    return Snapshot(plans.plan(structure, aliases), tree, addresses, encoder.tensors)
+    made = _structure(encoder, answers, spans, rank, world, header_split_bytes)
+    structure = plans.known(made)
+    addresses = _addresses(answers.pointers)
+    aliases = find_aliases(encoder.tensors, addresses, structure.extents, structure.places)
+    plan = plans.plan(structure, aliases)
+    if structure is not made and not encoder.careful and plans.wants_memory:  # the state stays as it is, it seems
+        kept = remember(encoder, plan, answers.pointers, addresses)
+        if kept is not None:
+            plans.keep(kept)
+    graphs = [leaf for leaf, grad in enumerate(made.grads) if grad and made.classes[leaf] is torch.Tensor]
+    return _snapshot(plan, tree, addresses, encoder.tensors, graphs)
 
 
-def _walk(state: Mapping[Any, Any], *, careful: bool) -> tuple[Encoder, list[Any], list[Span]]:
-    encoder = Encoder(state, careful=careful)
+def _recalled(state: Mapping[Any, Any], recall: Recalling, plans: PlanCache) -> Snapshot | None:
+    """The capture of a state that is the one that the memory is about, up to values; None if it is another one."""
+    memory = recall.memory
+    try:
+        encoder, tree, spans = _walk(state, careful=False, recall=recall)
+    except Changed:
+        return None
+    if not memory.knows(encoder, spans):
+        return None
+    tensors = encoder.tensors
+    pointers = list(map(_Tensor.data_ptr, tensors))
+    now = memory
+    if pointers != memory.pointers:
+        structure, addresses = memory.plan.structure, _addresses(pointers)
+        aliases = find_aliases(tensors, addresses, structure.extents, structure.places, memory.alone)
+        now = replace(memory, plan=plans.plan(structure, aliases), pointers=pointers, addresses=addresses)
+    plans.recalled(memory, now)
+    return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs)
+
+
+def _addresses(pointers: list[int]) -> Array:
+    """As an array that nobody changes by mistake, since snapshots share it."""
+    made = np.array(pointers, dtype=np.uint64)
+    made.flags.writeable = False
+    return made
+
+
+def _snapshot(
+    plan: Plan,
+    tree: list[Any],
+    addresses: Array,
+    tensors: list[torch.Tensor],
+    graphs: Iterable[int],
+) -> Snapshot:
+    """graphs: leaves that keep a graph alive as they are."""
+    for leaf in graphs:
+        tensors[leaf] = tensors[leaf].detach()
+    if plan.clones:
+        addresses = addresses.copy()
+        for leaf in plan.clones:
+            tensors[leaf] = clone(tensors[leaf])
+            addresses[leaf] = tensors[leaf].data_ptr()
+    return Snapshot(plan, tree, addresses, tensors)
+
+
+def _walk(
+    state: Mapping[Any, Any], *, careful: bool, recall: Recalling | None = None
+) -> tuple[Encoder, list[Any], list[Span]]:
+    encoder = Encoder(state, careful=careful, recall=recall)
     tree: list[Any] = ["d"]
     spans: list[Span] = []
     for part, (key, value) in zip(part_names(state), state.items(), strict=True):
@@ -176,11 +247,8 @@ def _structure(
 ) -> Structure:
     tensors, grads = encoder.tensors, answers.grads
     classes = list(map(type, tensors))
-    lazy = [(leaf, tensors[leaf].stride()) for leaf in _indirect(tensors, answers)]
-    if True in grads:
-        for leaf, grad in enumerate(grads):
-            if grad and classes[leaf] is torch.Tensor:
-                tensors[leaf] = tensors[leaf].detach()  # so that no graph stays alive with the snapshot
+    places = places_of(tensors, answers.on_cpu)
+    lazy = [(leaf, tensors[leaf].stride()) for leaf in _indirect(tensors, answers, places)]
     return Structure(
         rank=rank,
         world=world,
@@ -189,6 +257,7 @@ def _structure(
         replicated=frozenset(encoder.replicated),
         subclasses=sorted(encoder.classes.items()),
         lazy=lazy,
+        places=places,
         grads=grads,
         classes=classes,
         dtypes=answers.dtypes,
@@ -197,11 +266,11 @@ def _structure(
     )
 
 
-def _indirect(tensors: list[torch.Tensor], answers: _Answers) -> list[int]:
-    """The tensors whose bytes are not the memory that they point to, as a whole and in order."""
+def _indirect(tensors: list[torch.Tensor], answers: _Answers, places: list[int]) -> list[int]:
+    """The tensors whose bytes are not the memory that they point to, as a whole, in order, where it can be read."""
     direct = np.array(answers.contiguous, np.bool_)
-    if False in answers.on_cpu:
-        direct &= np.array(answers.on_cpu, np.bool_)
+    if places:
+        direct &= np.array(places, np.intp) >= HOST
     if True in answers.negated:
         direct &= ~np.array(answers.negated, np.bool_)
     if any(dtype.is_complex for dtype in set(answers.dtypes)):

@@ -47,12 +47,18 @@ class Decoder:
         if tag == "t":
             self.tensors.want(node[1])
             return
+        if tag in ("na", "bt"):
+            self.tensors.want_bytes(node[1][1])
+            return
         if tag == "pk" and not self.allow_pickle:
             raise PickleRefused(
                 f"The value is a pickle of class {node[2]!r}",
                 key=key,
                 todo="Pass allow_pickle=True if you trust who wrote the checkpoint",
             )
+        if tag == "pk":
+            self.tensors.want_bytes(node[1][1])
+            return
         if tag == "nt":
             namedtuple_class(node[1], _fields(node[2]), key)
         elif tag == "dc":

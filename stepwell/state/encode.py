@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,12 +34,32 @@ _SELF = frozenset({type(None), bool})
 _FACTORIES = {kind: kind.__name__ for kind in (int, float, str, bool, list, dict, tuple, set, bytes, complex)}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Provided:
+    """An object with a provider, its node, and the range of its leaves."""
+
+    value: Any
+    name: str
+    node: list[Any]
+    first: int
+    stop: int
+
+
+class Recall(Protocol):
+    """Knows the nodes of objects from an earlier walk."""
+
+    def node_of(self, encoder: Encoder, value: Any, name: str, provider: str) -> list[Any] | None:
+        """The object's node; its leaves are added to the encoder's. None if the object must be walked over."""
+
+
 class Encoder:
     """One walk over one state. After it, `tensors` and `names` list the leaves in the state's order."""
 
-    def __init__(self, state: Mapping[Any, Any], *, careful: bool = False) -> None:
+    def __init__(self, state: Mapping[Any, Any], *, careful: bool = False, recall: Recall | None = None) -> None:
         self.state = state
         self.careful = careful
+        self.recall = recall
+        self.provided: list[Provided] = []  # in the order in which their nodes were finished
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.classes: dict[int, str] = {}  # leaf -> class, where it is a subclass that plain data cannot tell
@@ -219,13 +239,20 @@ class Encoder:
         return node
 
     def _provided(self, value: Any, name: str, provider_name: str) -> Node:
+        if self.recall is not None:
+            known = self.recall.node_of(self, value, name, provider_name)
+            if known is not None:
+                return known
+        first = len(self.tensors)
         provider = provider_named(provider_name)
         assert provider is not None
         context = Context(name, self.state, cache=self._cache)
         tree = self._nested(lambda self, obj, key: provider.to_tree(obj, context), value, name)
         if tree is value:
             raise StateError(f"The provider {provider_name!r} answered with the object itself", key=name)
-        return ["p", provider_name, class_name(type(value)), self.encode(tree, name)]
+        node = ["p", provider_name, class_name(type(value)), self.encode(tree, name)]
+        self.provided.append(Provided(value, name, node, first, len(self.tensors)))
+        return node
 
     def _pickle(self, value: Any, name: str) -> Node:
         try:

@@ -132,7 +132,7 @@ class Matcher:
             self.tensors.want(index)
             return lambda: real_instead(self.tensors.value(index), target)
         if not self.tensors.take(index, target):
-            self.tensors.want(index)
+            self.tensors.want_for(index, target)
 
         def finish() -> torch.Tensor:
             self.tensors.put(index, target)
@@ -283,7 +283,7 @@ class Matcher:
             leaf = self.tensors.leaves[index]
             view = tensor_over(target).view(leaf.dtype).view(leaf.shape)
             if not self.tensors.take(index, view):
-                self.tensors.want(index)
+                self.tensors.want_for(index, view)
 
             def finish() -> Any:
                 self.tensors.put(index, view)

@@ -7,7 +7,7 @@ between is left out, found by walking the modules (a user's own child may be cal
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ _WRAPPERS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
-_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state")
+HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state")
 _LOADERS = (torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
@@ -52,17 +52,18 @@ class Slot:
             self.owner._buffers[self.attribute] = tensor
 
 
-def _wrapped_child(module: torch.nn.Module) -> str | None:
-    for cls in type(module).__mro__:
+def wrapped_child(kind: type, children: Container[str]) -> str | None:
+    """The child that a module of this class only wraps; None if it is no wrapper."""
+    for cls in kind.__mro__:
         child = _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")
-        if child and child in module._modules:
+        if child and child in children:
             return child
     return None
 
 
 def walk(module: torch.nn.Module, prefix: str = "", full: str = "") -> Iterator[tuple[str, str, torch.nn.Module]]:
     """(canonical prefix, prefix in state_dict(), module) of a module and all inside it, wrappers left out."""
-    child = _wrapped_child(module)
+    child = wrapped_child(type(module), module._modules)
     if child is not None:
         inner = module._modules[child]
         assert inner is not None
@@ -90,16 +91,20 @@ def slots(module: torch.nn.Module) -> list[Slot]:
 def is_custom(module: torch.nn.Module) -> bool:
     """The module, or one inside it, saves or loads in its own way, so its own methods must be asked."""
     for _, _, inner in walk(module):
-        cls = type(inner)
-        if any(getattr(inner, hooks, None) for hooks in _HOOKS):
+        if any(getattr(inner, hooks, None) for hooks in HOOKS):
             return True
-        if any(getattr(cls, name) is not getattr(torch.nn.Module, name) for name in _METHODS):
-            return True
-        if cls._load_from_state_dict not in _LOADERS or not vars(inner).keys().isdisjoint(_METHODS):
+        if has_own_methods(type(inner)) or not vars(inner).keys().isdisjoint(METHODS):
             return True
         if any(tensor is not None and is_lazy(tensor) for tensor in inner._parameters.values()):
             return True
     return False
+
+
+def has_own_methods(cls: type[torch.nn.Module]) -> bool:
+    """The class saves or loads its modules in its own way."""
+    if any(getattr(cls, name) is not getattr(torch.nn.Module, name) for name in METHODS):
+        return True
+    return cls._load_from_state_dict not in _LOADERS
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:

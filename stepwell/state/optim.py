@@ -14,9 +14,10 @@ import torch
 
 from stepwell.state.encode import join
 from stepwell.state.modules import parameter_names
-from stepwell.state.nodes import mapping_of
+from stepwell.state.nodes import is_leaf, mapping_of
 from stepwell.state.providers import Context, register_provider
 from stepwell.state.values import Node
+from stepwell.state.whereabouts import gpu_of
 
 if TYPE_CHECKING:
     from stepwell.state.match import Finisher, Matcher
@@ -28,7 +29,7 @@ def names_in_state(state: Mapping[Any, Any], cache: dict[str, Any]) -> dict[int,
     if names is None:
         names = cache["parameter names"] = {}
         taken: set[str] = set()
-        for key, module in _modules(state):
+        for key, module in modules_in(state):
             for identity, name in parameter_names(module).items():
                 unique = name if name not in taken else f"{key}.{name}"
                 taken.add(unique)
@@ -36,7 +37,8 @@ def names_in_state(state: Mapping[Any, Any], cache: dict[str, Any]) -> dict[int,
     return names
 
 
-def _modules(state: Mapping[Any, Any]) -> list[tuple[str, torch.nn.Module]]:
+def modules_in(state: Mapping[Any, Any]) -> list[tuple[str, torch.nn.Module]]:
+    """The modules that are parts of a state, or lie in dicts of it, with their names."""
     out: list[tuple[str, torch.nn.Module]] = []
     todo: list[tuple[str, Any]] = [(str(key), value) for key, value in state.items()]
     while todo:
@@ -101,7 +103,9 @@ class OptimizerProvider:
             return matcher.keep(node, target, name, _sizes(groups, live))
         if len(groups) != len(live["param_groups"]):
             matcher.keep(node, target, join(name, "param_groups"), _sizes(groups, live))
-        entries, apart = self._entries(matcher, mapping_of(saved["state"]) or {}, live["state"], groups, numbers, name)
+        homes = _homes(target, live)
+        state = mapping_of(saved["state"]) or {}
+        entries, apart = self._entries(matcher, state, live["state"], groups, numbers, homes, name)
         settings = [
             {
                 key: self._value(matcher, child, here.get(key), join(name, key))
@@ -159,6 +163,7 @@ class OptimizerProvider:
         live: Any,
         groups: Groups,
         numbers: dict[Any, int],
+        homes: dict[int, torch.device],
         name: str,
     ) -> tuple[dict[int, dict[str, Finisher]], dict[Any, Finisher]]:
         """(number here -> how each value of its state is made, state that belongs to no parameter)."""
@@ -171,24 +176,40 @@ class OptimizerProvider:
             if key not in parameters:
                 apart[key] = matcher.build(node, prefix)
             elif key in numbers and values is not None:
-                existing = live.get(numbers[key], {})
+                existing, home = live.get(numbers[key], {}), homes.get(numbers[key])
                 entries[numbers[key]] = {
-                    field: self._value(matcher, child, existing.get(field), f"{prefix}.{field}")
+                    field: self._value(
+                        matcher, child, existing.get(field), f"{prefix}.{field}", None if field == "step" else home
+                    )
                     for field, child in values.items()
                 }
         return entries, apart
 
-    def _value(self, matcher: Matcher, node: Node, existing: Any, name: str) -> Finisher:
-        """In place if a tensor of the same kind is there; what was saved otherwise."""
+    def _value(
+        self, matcher: Matcher, node: Node, existing: Any, name: str, home: torch.device | None = None
+    ) -> Finisher:
+        """In place if a tensor of the same kind is there; what was saved otherwise, a tensor on the device `home`."""
         if isinstance(existing, torch.Tensor) and type(node) is list and node[0] == "t":
             leaf = matcher.tensors.leaves[node[1]]
             if leaf.dtype == existing.dtype and leaf.shape == tuple(existing.shape):
                 return matcher.match(node, existing, name)
         matcher.report.matched += 1
+        if home is not None and is_leaf(node):
+            matcher.tensors.want(node[1], home)
         return matcher.build(node, name)
 
 
 Groups = list[tuple[dict[str, Node], list[Any]]]
+
+
+def _homes(target: Any, live: Any) -> dict[int, torch.device]:
+    """number of each parameter on a GPU -> its device: load_state_dict wants its state there."""
+    return {
+        number: parameter.device
+        for group, packed in zip(target.param_groups, live["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], packed["params"], strict=True)
+        if gpu_of(parameter) is not None
+    }
 
 
 def _usual(tree: Any) -> bool:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from stepwell.format.collecting import paused
+from stepwell.state import whereabouts
 from stepwell.state.alias import extent_bytes
 from stepwell.state.classes import loaded_class
 from stepwell.state.dtypes import CASTABLE, RAW, STORED
 from stepwell.state.skeleton import Leaf, Skeleton
+from stepwell.state.whereabouts import HOST, memory_for, places_of
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """`tensor` (contiguous, on the CPU) must receive exactly the stored bytes of `label`."""
+    """`tensor` (contiguous, in host memory or on a GPU: see `gpu_of`) must receive the stored bytes of `label`."""
 
     label: str
     tensor: torch.Tensor
@@ -38,6 +41,13 @@ class Placement:
     cast: list[str] = field(default_factory=list)
     _finish: Callable[[], Any] | None = None
 
+    @property
+    def gpus(self) -> list[int]:
+        """The GPUs that fills are on."""
+        tensors = [fill.tensor for fill in self.fills]
+        places = places_of(tensors, [tensor.is_cpu for tensor in tensors])
+        return sorted({place for place in places if place > HOST})
+
     def finish(self) -> Any:
         """Once all fills hold their bytes: completes the restore and returns the state or the new tree. Once only."""
         finish, self._finish = self._finish, None
@@ -48,32 +58,55 @@ class Placement:
 
 
 class Tensors:
-    """The tensors of one restore. Before the read: who wants which leaf; after it: the values."""
+    """The tensors of one restore. Before the read: who wants which leaf; after it: the values.
+
+    device: where new tensors shall be; None: in host memory, unless a target is elsewhere.
+    """
 
     def __init__(
         self, skeleton: Skeleton, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self.leaves = skeleton.leaves
         self.groups = skeleton.groups
-        self.device = device if device is not None else torch.device("cpu")
+        self.device = device
         self.dtype = dtype
         self._fills: dict[str, torch.Tensor] = {}
-        self._base: dict[str, int] = {}  # label -> the leaf that stores it
+        self._memory = memory_for(device)
+        self._wanted: dict[
+            str, tuple[int, torch.device | None]
+        ] = {}  # label -> leaf whose memory is not made yet, where
         self._taken: set[int] = set()  # addresses of live tensors that are filled
         self._images: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
 
     def fills(self) -> list[Fill]:
-        """All buffers to be read, none of them empty."""
+        """All buffers to be read, none of them empty. Only now is memory taken."""
+        for label, (index, device) in self._wanted.items():
+            leaf = self.leaves[index]
+            if leaf.notes.of is not None:
+                leaf = self.leaves[leaf.notes.of]
+            self._fills[label] = _empty(leaf.shape, leaf.dtype, None, device)
+        self._wanted.clear()
         return [Fill(label, tensor) for label, tensor in self._fills.items() if tensor.nbytes]
 
-    def want(self, index: int) -> None:
-        """A new tensor will be made of this leaf."""
-        leaf = self.leaves[index]
-        if leaf.label not in self._fills:
-            base = self._owner(index)
-            self._fills[leaf.label] = _empty(base.shape, base.dtype)
+    def want(self, index: int, device: torch.device | None = None) -> None:
+        """A new tensor will be made of this leaf, where all are made or, without such a place, on `device`."""
+        self._want_in(index, self._memory if device is None else memory_for(device))
+
+    def want_for(self, index: int, target: torch.Tensor) -> None:
+        """A new tensor will be made of this leaf, only to be copied into `target`."""
+        same = target.dtype is self.leaves[index].dtype  # else it may be much larger than what is there
+        self._want_in(index, memory_for(target.device) if same else None)
+
+    def want_bytes(self, index: int) -> None:
+        """The bytes of this leaf will be asked for."""
+        self._want_in(index, None)
+
+    def _want_in(self, index: int, memory: torch.device | None) -> None:
+        label = self.leaves[index].label
+        if label not in self._fills and label not in self._wanted:
+            self._wanted[label] = index, memory
 
     def take(self, index: int, target: torch.Tensor) -> bool:
         """True if `target` itself will be filled with the stored bytes of the leaf: nothing else is to be done."""
@@ -82,7 +115,8 @@ class Tensors:
             target.dtype is not leaf.dtype
             or target.shape != leaf.shape
             or leaf.label in self._fills
-            or not target.is_cpu
+            or leaf.label in self._wanted
+            or not (target.is_cpu or target.is_cuda)
             or not target.is_contiguous()
             or target.is_neg()
             or target.is_conj()
@@ -97,10 +131,6 @@ class Tensors:
         self._fills[leaf.label] = plain
         return True
 
-    def _owner(self, index: int) -> Leaf:
-        of = self.leaves[index].notes.of
-        return self.leaves[index if of is None else of]
-
     def fit(self, index: int, target: torch.Tensor) -> str:
         """Why the leaf cannot be restored into this tensor; "" if it can (perhaps with a cast)."""
         leaf = self.leaves[index]
@@ -112,23 +142,24 @@ class Tensors:
             both = leaf.dtype in CASTABLE and target.dtype in CASTABLE
             if not both or (leaf.dtype.is_complex and not target.dtype.is_complex):
                 return f"saved {leaf.dtype}, here {target.dtype}: there is no conversion"
-        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        strides = zip(target.shape, target.stride(), strict=True)
+        if target.numel() and any(size > 1 and stride == 0 for size, stride in strides):
             return "elements of the tensor here share memory, so it cannot be written"
         return ""
 
     def put(self, index: int, target: torch.Tensor) -> None:
         """After the read: gives `target` the values of the leaf."""
-        leaf = self.leaves[index]
-        filled = self._fills[leaf.label]
-        if filled.data_ptr() == target.data_ptr() and filled.shape == target.shape and target.is_contiguous():
-            return
+        filled = self._fills.get(self.leaves[index].label)
+        if filled is not None and filled.data_ptr() == target.data_ptr():
+            if filled.shape == target.shape and target.is_contiguous():
+                return
         source = self._image(index)
         plain = target.detach()
         if plain.dtype == source.dtype and not (plain.is_conj() or plain.is_neg()):
             raw = RAW[source.itemsize]
             plain.view(raw).copy_(source.view(raw))
         else:
-            plain.copy_(source)
+            plain.copy_(source.to(plain.device))  # there first: it converts faster
 
     def value(self, index: int) -> torch.Tensor:
         """After the read: a new tensor with the leaf's values, sharing memory as it did when it was saved."""
@@ -138,8 +169,8 @@ class Tensors:
         return found
 
     def bytes_of(self, index: int) -> torch.Tensor:
-        """After the read: the stored bytes of a leaf, as a flat tensor of uint8."""
-        return self._fills[self.leaves[index].label].reshape(-1).view(torch.uint8)
+        """After the read: the stored bytes of a leaf, as a flat tensor of uint8 in host memory."""
+        return self._fills[self.leaves[index].label].reshape(-1).view(torch.uint8).cpu()
 
     def _make(self, index: int) -> torch.Tensor:
         leaf = self.leaves[index]
@@ -169,35 +200,52 @@ class Tensors:
         filled = self._fills[leaf.label]
         image = filled
         if notes.strides is not None and notes.place is None:
-            image = _copied(filled, _empty(leaf.shape, leaf.dtype, notes.strides))
+            image = _copied(filled, _empty(leaf.shape, leaf.dtype, notes.strides, filled.device))
         elif notes.place is not None and not self._casts(leaf):
-            image = _copied(filled, self._placed(leaf, notes.place))
-        if self._casts(leaf):
-            image = image.to(self.device, self.dtype)
-        elif image.device != self.device:
+            image = _copied(filled, self._placed(leaf, notes.place, filled.device))
+        if self.device is not None and image.device != self.device:
             image = image.to(self.device)
+        if self._casts(leaf):
+            image = image.to(self.dtype)
+        if image is not filled and index not in self._tied:
+            del self._fills[leaf.label]  # so that there are not two of all
         self._images[index] = image
         return image
+
+    @cached_property
+    def _tied(self) -> set[int | None]:
+        """Leaves whose bytes are others', too."""
+        return {leaf.notes.of for leaf in self.leaves}
 
     def _casts(self, leaf: Leaf) -> bool:
         return self.dtype is not None and leaf.dtype.is_floating_point and leaf.dtype != self.dtype
 
-    def _placed(self, leaf: Leaf, place: tuple[int, int, tuple[int, ...]]) -> torch.Tensor:
+    def _placed(self, leaf: Leaf, place: tuple[int, int, tuple[int, ...]], device: torch.device) -> torch.Tensor:
         group, offset, strides = place
         buffer = self._buffers.get(group)
         if buffer is None:
             buffer = self._buffers[group] = torch.zeros(
-                -(-self.groups[group] // 16) * 16, dtype=torch.uint8, device=self.device
+                -(-self.groups[group] // 16) * 16, dtype=torch.uint8, device=self.device or device
             )
         itemsize = leaf.dtype.itemsize
         assert offset + extent_bytes(leaf.shape, strides, itemsize) <= self.groups[group]
         return buffer.view(leaf.dtype).as_strided(leaf.shape, strides, offset // itemsize)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """New memory, by way of a dtype that torch can allocate without warnings."""
+def _empty(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """New memory, by way of a dtype that torch can allocate without warnings. device: None for host memory."""
     made = dtype if dtype in STORED else RAW[dtype.itemsize]
-    empty = torch.empty(shape, dtype=made) if strides is None else torch.empty_strided(shape, strides, dtype=made)
+    if strides is not None:
+        empty = torch.empty_strided(shape, strides, dtype=made, device=device or "cpu")
+    elif device is None:
+        empty = torch.empty(shape, dtype=made)
+    else:
+        empty = whereabouts.new(shape, dtype=made, device=device)
     return empty if made is dtype else empty.view(dtype)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,11 +20,12 @@ import torch
 
 from stepwell.format.collecting import paused
 from stepwell.format.safetensors import encode_header
-from stepwell.state.alias import Aliases, Array, Tie, own_strides
+from stepwell.state.alias import Aliases, Array, Places, Tie, own_strides
 from stepwell.state.classes import class_name
 from stepwell.state.dtypes import NAME, STORED, stored_as
 from stepwell.state.skeleton import VERSION
 from stepwell.state.structure import Structure
+from stepwell.state.whereabouts import HOST
 
 #: parts below this many bytes share the shard "extra"
 EXTRA_BYTES = 1 << 20
@@ -32,13 +33,20 @@ EXTRA_BYTES = 1 << 20
 HEADER_SPLIT_BYTES = 64_000_000
 #: a file's note of ties is left out beyond this: headers are limited, and the record has every tie
 TIES_BYTES_MAX = 16_000_000
-#: plans kept; a trainer has one, an evaluation loop beside it perhaps another
-PLANS_MAX = 8
 MODEL = "model"
 T = TypeVar("T")
-Leaves = np.ndarray[Any, np.dtype[np.intp]]
+Leaves = Places
 _STEM = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TAKEN = re.compile(r"extra|.*-\d{5,}-of-\d{5,}", re.IGNORECASE)
+
+
+class Kinds(NamedTuple):
+    """Of a range of a file: the numbers of its pieces, those of them that must be made first, and where they lie."""
+
+    pieces: slice
+    lazy: frozenset[int]
+    gpus: tuple[int, ...]
+    on_host: bool  # some bytes are in no GPU's memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +59,36 @@ class ShardPlan:
     offsets: Array
     leaves: Leaves  # leaf of each piece but the first
     lazy: Leaves  # pieces whose leaf must be made contiguous, or fetched, first
+    device: Leaves  # pieces in a GPU's memory
+    gpus: Leaves  # the GPU of each of those
+    _kinds: dict[tuple[int, int], Kinds] = field(default_factory=dict)  # ranges that were asked for: chunks, mostly
+
+    def kinds(self, start: int, stop: int) -> Kinds:
+        """What kinds of memory the bytes [start, stop) of the file lie in."""
+        found = self._kinds.get((start, stop))
+        if found is None:
+            pieces = self.pieces_in(start, stop)
+            gpu = slice(*np.searchsorted(self.device, (pieces.start, pieces.stop)).tolist())
+            lazy = slice(*np.searchsorted(self.lazy, (pieces.start, pieces.stop)).tolist())
+            found = self._kinds[start, stop] = Kinds(
+                pieces=pieces,
+                lazy=frozenset(self.lazy[lazy].tolist()),
+                gpus=tuple(np.unique(self.gpus[gpu]).tolist()),
+                on_host=pieces.stop - pieces.start > gpu.stop - gpu.start,
+            )
+        return found
+
+    def pieces_in(self, start: int, stop: int) -> slice:
+        """The numbers of the pieces that have bytes in [start, stop) of the file."""
+        if start >= stop:
+            return slice(0, 0)
+        first = int(np.searchsorted(self.offsets, np.uint64(start), side="right")) - 1
+        return slice(first, int(np.searchsorted(self.offsets, np.uint64(stop), side="left")))
+
+    def leaves_in(self, start: int, stop: int) -> Leaves:
+        """The leaves that have bytes in [start, stop) of the file."""
+        pieces = self.pieces_in(start, stop)
+        return self.leaves[max(pieces.start - 1, 0) : max(pieces.stop - 1, 0)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +103,7 @@ class Plan:
     part_bytes: dict[str, int]  # a tie counts where it is stored
     sidecars: dict[str, bytes]
     nbytes: int
+    clones: list[int]  # stored leaves that are cloned on their GPU, because they are not contiguous there
 
     @property
     def head(self) -> dict[str, Any]:
@@ -83,34 +122,15 @@ class Plan:
         return _rows(self.structure, self.aliases, self.labels)
 
     @cached_property
+    def gpus(self) -> list[int]:
+        """The GPUs whose memory is copied."""
+        return sorted({int(gpu) for shard in self.shards for gpu in shard.gpus})
+
+    @cached_property
     def encoded_rows(self) -> msgspec.Raw:
         """`rows` as JSON. Made when first asked for: by then bytes are moving already, and nobody waits for it."""
         with paused():
             return msgspec.Raw(msgspec.json.encode(self.rows))
-
-
-class PlanCache:
-    """The plans of the last few structures. Safe to share between threads, and with a signal handler that saves
-    while a save is being planned: there is no lock, and at worst a plan is made twice.
-
-    Looked through one by one: comparing two structures costs less than hashing one, and most differ at once.
-    """
-
-    def __init__(self) -> None:
-        self._plans: tuple[Plan, ...] = ()  # newest last; replaced, never changed
-
-    def known(self, structure: Structure) -> Structure:
-        """The equal structure of a kept plan, with what it has worked out already; else the one given."""
-        return next((plan.structure for plan in reversed(self._plans) if plan.structure == structure), structure)
-
-    def plan(self, structure: Structure, aliases: Aliases) -> Plan:
-        """The plan kept for exactly this structure, as `known` returned it, or a new one."""
-        plans = self._plans
-        found = next((plan for plan in plans if plan.structure is structure and plan.aliases == aliases), None)
-        if found is None:
-            found = make_plan(structure, aliases)
-        self._plans = (*(plan for plan in plans if plan is not found), found)[-PLANS_MAX:]
-        return found
 
 
 def make_plan(structure: Structure, aliases: Aliases) -> Plan:
@@ -151,6 +171,7 @@ def make_plan(structure: Structure, aliases: Aliases) -> Plan:
         part_bytes={span.part: int(own[span.first : span.stop].sum()) for span in structure.spans},
         sidecars=sidecars,
         nbytes=sum(shard.size for shard in shards),
+        clones=[leaf for leaf, _ in structure.lazy if structure.gpus[leaf] != HOST and own[leaf]],
     )
 
 
@@ -307,13 +328,16 @@ def _shard(
     lengths = np.concatenate((np.array([0, len(header)], np.uint64), structure.sizes[filled]))
     offsets = np.cumsum(lengths, dtype=np.uint64)
     lazy = np.array([leaf for leaf, _ in structure.lazy], np.intp)
+    gpus = structure.gpus[filled]
     return ShardPlan(
         file=name,
         header=header,
         size=int(offsets[-1]),
         offsets=offsets,
         leaves=filled,
-        lazy=1 + np.flatnonzero(np.isin(filled, lazy)),
+        lazy=1 + np.flatnonzero(np.isin(filled, lazy) & (gpus == HOST)),
+        device=1 + np.flatnonzero(gpus != HOST),
+        gpus=gpus[gpus != HOST],
     )
 
 

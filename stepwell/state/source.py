@@ -1,13 +1,14 @@
 """A shard's bytes as pieces of memory, made contiguous range by range where tensors are not.
 
-Pieces of contiguous CPU tensors are those tensors' own memory: nothing is copied here. All others (strided,
-conjugated, on another device) are holes in the shared map; `pieces` brings only the rows that a range touches,
-so that memory stays bounded however large the tensor is.
+Pieces of contiguous tensors in host memory or a GPU's are those tensors' own memory: nothing is copied here. All
+others (strided, conjugated, on another device) are holes in the shared maps; `pieces` brings only the rows that a
+range touches, so that memory stays bounded however large the tensor is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -26,43 +27,68 @@ _BLOCK_BYTES = 1 << 20
 class ShardSource:
     """The bytes of one shard of one snapshot. Holds the tensors for as long as it lives."""
 
-    def __init__(self, plan: ShardPlan, addresses: Array, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, plan: ShardPlan, addresses: Array, tensors: Sequence[torch.Tensor], storages: Sequence[object] = ()
+    ) -> None:
         self.plan = plan
         self._tensors = tensors
+        self._keep = (plan, tensors, storages)
         header = np.frombuffer(plan.header, np.uint8)
         own = np.empty(len(plan.leaves) + 1, dtype=np.uint64)
         own[0] = header.ctypes.data
         own[1:] = addresses[plan.leaves]
         own[plan.lazy] = 0
-        self._map = PieceMap(plan.offsets, own, keep=(plan, tensors))
+        self._on_gpus = own[plan.device]
+        own[plan.device] = 0
+        self._map = PieceMap(plan.offsets, own, keep=self._keep)
         self._addresses = own
-        self._lazy_begins = plan.offsets[plan.lazy]
-        self._lazy_ends = plan.offsets[plan.lazy + 1]
 
     def pieces(self, start: int, stop: int) -> PieceMap:
-        """A map that covers at least [start, stop) of the file, without holes there.
+        """A map that covers at least [start, stop) of the file, with holes only where `gpu_pieces` has the bytes.
 
         The shared map of the whole shard if that range is contiguous memory; else a new one, which owns what
         it had to copy. Callable from any thread.
         """
+        self._require(start, stop)
+        kinds = self.plan.kinds(start, stop)
+        if not kinds.lazy:
+            return self._map
+        return self._materialise(kinds.pieces.start, kinds.pieces.stop, start, stop, kinds.lazy)
+
+    def gpu_pieces(self, start: int, stop: int) -> list[tuple[int, PieceMap]]:
+        """For each GPU that holds bytes of [start, stop): its index, and a map of the whole file in which its memory
+        is there and all else is a hole. Callable from any thread."""
+        self._require(start, stop)
+        gpus = self.plan.kinds(start, stop).gpus
+        return [(gpu, self._gpu_maps[gpu]) for gpu in gpus]
+
+    def has_host_pieces(self, start: int, stop: int) -> bool:
+        """Whether any byte of [start, stop) is not in a GPU's memory."""
+        self._require(start, stop)
+        return self.plan.kinds(start, stop).on_host
+
+    def _require(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.plan.size:
             raise ValueError(f"[{start}, {stop}) is not inside {self.plan.file} ({self.plan.size} bytes)")
-        first = int(np.searchsorted(self._lazy_ends, np.uint64(start), side="right"))
-        last = int(np.searchsorted(self._lazy_begins, np.uint64(stop), side="left"))
-        if start == stop or first >= last:
-            return self._map
-        begin = int(np.searchsorted(self.plan.offsets, np.uint64(start), side="right")) - 1
-        end = int(np.searchsorted(self.plan.offsets, np.uint64(stop), side="left"))
-        return self._materialise(begin, end, start, stop, {int(piece) for piece in self.plan.lazy[first:last]})
 
-    def _materialise(self, begin: int, end: int, start: int, stop: int, lazy: set[int]) -> PieceMap:
+    @cached_property
+    def _gpu_maps(self) -> dict[int, PieceMap]:
+        maps: dict[int, PieceMap] = {}
+        for gpu in np.unique(self.plan.gpus).tolist():
+            here = self.plan.gpus == gpu
+            addresses = np.zeros(len(self._addresses), np.uint64)
+            addresses[self.plan.device[here]] = self._on_gpus[here]
+            maps[gpu] = PieceMap(self.plan.offsets, addresses, keep=self._keep)
+        return maps
+
+    def _materialise(self, begin: int, end: int, start: int, stop: int, lazy: frozenset[int]) -> PieceMap:
         """A map of the whole file in which only pieces [begin, end) are memory."""
         offsets = [0]
         addresses: list[int] = []
         if begin > 0:
             offsets.append(int(self.plan.offsets[begin]))
             addresses.append(0)
-        keep: list[Any] = [self.plan, self._tensors]
+        keep: list[Any] = [*self._keep]
         for piece in range(begin, end):
             base = int(self.plan.offsets[piece])
             piece_end = int(self.plan.offsets[piece + 1])
@@ -128,3 +154,13 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.view(RAW[tensor.itemsize]).contiguous().cpu()
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in new contiguous memory of the same device, bit for bit, in the order of its current stream."""
+    with torch.no_grad():
+        tensor = tensor.detach()
+        if tensor.is_neg() or tensor.is_conj():
+            tensor = tensor.resolve_conj().resolve_neg()
+        raw = tensor.view(RAW[tensor.itemsize])
+        return raw.clone(memory_format=torch.contiguous_format)

@@ -9,7 +9,8 @@ from math import prod
 import numpy as np
 import torch
 
-from stepwell.state.alias import Array, extent_bytes
+from stepwell.state.alias import Array, Places, extent_bytes
+from stepwell.state.whereabouts import HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,18 @@ class Structure:
     replicated: frozenset[int]
     subclasses: list[tuple[int, str]]
     lazy: list[tuple[int, tuple[int, ...]]]  # leaves that cannot be read where they are: index, strides
+    places: list[int]  # where each leaf is, as `places_of` says
     grads: list[bool]
     classes: list[type]
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     names: list[str]
+
+    def is_of(self, rank: int, world: int, header_split_bytes: int, parts: list[str]) -> bool:
+        """Whether it may be the structure of such a state, by what is known before a walk."""
+        if (self.rank, self.world, self.header_split_bytes) != (rank, world, header_split_bytes):
+            return False
+        return [span.part for span in self.spans] == parts
 
     @cached_property
     def widths(self) -> Array:
@@ -48,6 +56,13 @@ class Structure:
     def sizes(self) -> Array:
         """Bytes of each leaf's data."""
         return np.fromiter(map(prod, self.shapes), np.uint64, len(self.shapes)) * self.widths
+
+    @cached_property
+    def gpus(self) -> Places:
+        """The GPU of each leaf; HOST for a leaf that is in no GPU's memory."""
+        if not self.places:
+            return np.full(len(self.names), HOST, np.intp)
+        return np.maximum(np.array(self.places, np.intp), HOST)
 
     @cached_property
     def extents(self) -> Array:

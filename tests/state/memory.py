@@ -20,21 +20,22 @@ CHUNK = 1 << 16
 
 
 def files_of(snapshot: Snapshot, chunk: int = CHUNK) -> dict[str, bytes]:
-    """Every shard's bytes, copied through its pieces one chunk at a time, as the engine does."""
+    """Every shard's bytes, copied through its pieces one chunk at a time, as the engines do: each byte once."""
     out = {}
     for index, plan in enumerate(snapshot.shards):
         source = snapshot.source(index)
-        buffer = np.full(plan.size, 0xEE, np.uint8)
+        buffer, copies = np.empty(plan.size, np.uint8), np.zeros(plan.size, np.uint8)
         for start in range(0, plan.size, chunk):
             stop = min(start + chunk, plan.size)
-            pieces = source.pieces(start, stop)
-            for begin, end, address in zip(
-                pieces._offsets[:-1].tolist(), pieces._offsets[1:].tolist(), pieces._addresses.tolist(), strict=True
-            ):
-                low, high = max(begin, start), min(end, stop)
-                if low < high:
-                    assert address, f"a hole at {low} of {plan.file}"
-                    ctypes.memmove(buffer.ctypes.data + low, address + low - begin, high - low)
+            for pieces in (source.pieces(start, stop), *(pieces for _, pieces in source.gpu_pieces(start, stop))):
+                for begin, end, address in zip(
+                    pieces._offsets[:-1].tolist(), pieces._offsets[1:].tolist(), pieces._addresses.tolist(), strict=True
+                ):
+                    low, high = max(begin, start), min(end, stop)
+                    if low < high and address:
+                        ctypes.memmove(buffer.ctypes.data + low, address + low - begin, high - low)
+                        copies[low:high] += 1
+        assert (copies == 1).all(), f"bytes of {plan.file} are nowhere, or twice"
         out[plan.file] = buffer.tobytes()
     return out
 

@@ -1,0 +1,174 @@
+"""Fingerprints of modules and optimizers: what a walk over them depends on, taken without a walk.
+
+Walking a model of 1,000 tensors costs milliseconds, of which the training loop waits for each; most steps change
+values only. So the walk's outcome is used again while nothing that it depends on has changed. What that is, is compared
+here, by whole lists, which cost nanoseconds an entry: keys, classes, and the identities of parameters. Nothing is kept
+of the objects themselves: equal lists of the identities of objects that live at one time mean that the same places
+hold the same objects as each other, which is all that names and ties depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any
+
+import torch
+
+from stepwell.state.modules import HOOKS, METHODS, has_own_methods, wrapped_child
+
+#: a module inside modules; deeper ones, and those inside themselves, are walked over each time
+_LEVELS_MAX = 100
+_OPTIMIZER_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_inside: Any = attrgetter("__dict__")
+_modules: Any = itemgetter("_modules")
+_held: Any = itemgetter("_parameters", "_buffers", "_non_persistent_buffers_set", *HOOKS)
+_values: Any = methodcaller("values")
+_KeysView: Any = type({}.keys())
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePrint:
+    """A module and all inside it, level by level: the children of the first one, then those of each of these."""
+
+    classes: list[type]
+    children: list[int]
+    child_names: list[str]
+    absent: list[int]  # which of all children are None
+    parameters: list[int]  # how many each module has
+    parameter_names: list[str]
+    identities: list[int]
+    buffers: list[int]
+    buffer_names: list[str]
+    unset: list[bool]  # buffers that are None
+    transient: dict[int, frozenset[str]]  # module -> names of buffers that are not saved
+    plain: bool  # no module saves or loads in its own way
+
+    def order(self) -> list[tuple[str, int]]:
+        """(canonical name, place among parameters and then buffers) of each tensor that a walk lists, in its order."""
+        child, parameter, buffer = map(_starts, (self.children, self.parameters, self.buffers))
+        present = sorted({*range(len(self.child_names))}.difference(self.absent))
+        number = {place: module for module, place in enumerate(present, 1)}  # place among all children -> module
+        out: list[tuple[str, int]] = []
+
+        def visit(module: int, prefix: str) -> None:
+            places = range(child[module], child[module] + self.children[module])
+            inner = {self.child_names[place]: number[place] for place in places if place in number}
+            wrapped = wrapped_child(self.classes[module], inner)
+            if wrapped is not None:
+                visit(inner[wrapped], prefix)
+                return
+            for at in range(parameter[module], parameter[module] + self.parameters[module]):
+                if self.identities[at] != id(None):
+                    out.append((prefix + self.parameter_names[at], at))
+            for at in range(buffer[module], buffer[module] + self.buffers[module]):
+                name = self.buffer_names[at]
+                if not self.unset[at] and name not in self.transient.get(module, ()):
+                    out.append((prefix + name, len(self.identities) + at))
+            for name, below in inner.items():
+                visit(below, f"{prefix}{name}.")
+
+        visit(0, "")
+        return out
+
+
+def _starts(counts: list[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))
+
+
+def look_at_module(root: torch.nn.Module) -> tuple[ModulePrint, list[Any]] | None:
+    """Its fingerprint, and its parameters and buffers, all of them; None if it is a kind of its own."""
+    try:
+        return _look(root)
+    except (AttributeError, KeyError, TypeError):  # not what a module of torch consists of
+        return None
+
+
+def _look(root: torch.nn.Module) -> tuple[ModulePrint, list[Any]] | None:
+    level: list[Any] = [root]
+    inside: list[dict[str, Any]] = []
+    classes: list[type] = []
+    children: list[int] = []
+    child_names: list[str] = []
+    absent: list[int] = []
+    for _ in range(_LEVELS_MAX):
+        classes += map(type, level)
+        here = list(map(_inside, level))
+        inside += here
+        below = list(map(_modules, here))
+        children += map(len, below)
+        child_names += _chained(below)
+        found = _values_of(below)
+        level = [module for module in found if module is not None]
+        if len(level) != len(found):
+            start = len(child_names) - len(found)
+            absent += [place for place, module in enumerate(found, start) if module is None]
+        if not level:
+            break
+    else:
+        return None
+    parameters, buffers, transient, *hooks = zip(*map(_held, inside), strict=True)
+    held, kept = _values_of(parameters), _values_of(buffers)
+    replaced = not all(map(_KeysView.isdisjoint, map(dict.keys, inside), repeat(METHODS)))
+    made = ModulePrint(
+        classes=classes,
+        children=children,
+        child_names=child_names,
+        absent=absent,
+        parameters=list(map(len, parameters)),
+        parameter_names=list(_chained(parameters)),
+        identities=list(map(id, held)),
+        buffers=list(map(len, buffers)),
+        buffer_names=list(_chained(buffers)),
+        unset=list(map(is_, kept, repeat(None))),
+        transient={at: frozenset(names) for at, names in enumerate(transient) if names} if any(transient) else {},
+        plain=not (replaced or any(map(any, hooks)) or any(map(has_own_methods, set(classes)))),
+    )
+    return made, held + kept
+
+
+def _values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
+    filled = list(filter(None, dicts))  # most are empty
+    if {*map(type, filled)} <= {dict}:
+        return list(_chained(map(dict.values, filled)))
+    return list(_chained(map(_values, filled)))  # an OrderedDict has an order of its own
+
+
+def _chained(many: Iterable[Iterable[Any]]) -> Iterable[Any]:
+    return chain.from_iterable(many)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPrint:
+    """An optimizer that saves in the usual way, whose state is a dict of tensors for each parameter."""
+
+    cls: type
+    groups: list[int]  # parameters in each
+    parameters: list[int]  # identities
+    states: list[int]  # identities of the parameters that have state
+    counts: list[int]  # of what each state has
+    fields: list[Any]
+
+
+def look_at_optimizer(optimizer: Any) -> tuple[OptimizerPrint, list[Any]] | None:
+    """Its fingerprint, and the values of its state; None if it is a kind of its own."""
+    cls, own = type(optimizer), vars(optimizer)
+    if getattr(cls, "state_dict", None) is not torch.optim.Optimizer.state_dict or "state_dict" in own:
+        return None
+    if any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS):
+        return None
+    parameters = [group["params"] for group in optimizer.param_groups]
+    states = list(optimizer.state.values())
+    if not {*map(type, states)} <= {dict}:
+        return None
+    made = OptimizerPrint(
+        cls=cls,
+        groups=list(map(len, parameters)),
+        parameters=list(map(id, _chained(parameters))),
+        states=list(map(id, optimizer.state)),
+        counts=list(map(len, states)),
+        fields=list(_chained(states)),
+    )
+    return made, list(_chained(map(dict.values, states)))

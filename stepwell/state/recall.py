@@ -1,0 +1,289 @@
+"""What is remembered of a capture, so that the next one of the same objects need not walk over them again.
+
+Modules and optimizers of the usual kind are recognised by their fingerprints (see `prints`): their nodes, names and the
+order of their tensors are taken over, and the live tensors are looked up in it. All else, plain values and settings
+such as learning rates too, is encoded anew. Then the tensors are compared in everything that a plan depends on
+(`Watch`), and their addresses. A memory refers to no tensor and no module, so that it keeps none alive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch.nn.parameter import Parameter
+
+from stepwell.state import whereabouts
+from stepwell.state.alias import Array
+from stepwell.state.encode import Encoder, Provided, join
+from stepwell.state.optim import modules_in
+from stepwell.state.plan import Plan
+from stepwell.state.prints import ModulePrint, OptimizerPrint, look_at_module, look_at_optimizer
+from stepwell.state.structure import Span
+from stepwell.state.whereabouts import places_of
+
+_PLAIN = frozenset({torch.Tensor, Parameter})
+_Look = tuple[ModulePrint, list[Any]]
+Looks = dict[int, _Look | None]  # id of a module -> what a look at it has found
+
+
+class Changed(Exception):
+    """The state is not what the memory is about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module that the last walk met: its leaves are `places` of what `look_at_module` lists."""
+
+    first: int
+    names: list[str]
+    node: list[Any]
+    seen: ModulePrint
+    places: list[int]
+
+    def recall(self, recall: Recalling, encoder: Encoder, value: torch.nn.Module, name: str) -> list[Any]:
+        look = recall.look(value)
+        if look is None or not recall.same(look[0], self.seen):
+            raise Changed
+        encoder.tensors += _picked(look[1], self.places)
+        encoder.names += self.names
+        return self.node
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """An optimizer that the last walk met: the leaves of its state come first, then those of its settings."""
+
+    first: int
+    names: list[str]
+    node: list[Any]
+    seen: OptimizerPrint
+    params: list[Any]  # of each group, the node of its parameters
+
+    def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> list[Any]:
+        look = look_at_optimizer(value)
+        if look is None or look[0] != self.seen or not recall.same_names:
+            raise Changed
+        encoder.tensors += look[1]
+        encoder.names += self.names
+        groups: list[Any] = ["l"]
+        for index, (group, params) in enumerate(zip(value.param_groups, self.params, strict=True)):
+            settings = {key: item for key, item in group.items() if key != "params"}
+            node = encoder.encode(settings, join(name, f"param_groups.{index}"))
+            if type(node) is dict:
+                node["params"] = params
+            else:
+                node += ["params", params]
+            groups.append(node)
+        return [*self.node[:3], {"state": self.node[3]["state"], "param_groups": groups}]
+
+
+class Recalling:
+    """One walk with a memory; the encoder's `recall`. Raises Changed once the memory does not fit."""
+
+    def __init__(self, memory: Memory, state: Mapping[Any, Any], looks: Looks) -> None:
+        """looks: of one capture, for all memories that are tried."""
+        self.memory, self._state, self._looks = memory, state, looks
+        self._same: set[tuple[int, int]] = set()
+        self._same_names: bool | None = None
+
+    def node_of(self, encoder: Encoder, value: Any, name: str, provider: str) -> list[Any] | None:
+        known = self.memory.objects.get(name)
+        if known is None:
+            return None
+        if known.first != len(encoder.tensors) or known.node[1] != provider:
+            raise Changed
+        return known.recall(self, encoder, value, name)
+
+    def look(self, module: torch.nn.Module) -> _Look | None:
+        """`look_at_module`, once a capture."""
+        if id(module) not in self._looks:
+            self._looks[id(module)] = look_at_module(module)
+        return self._looks[id(module)]
+
+    def same(self, now: ModulePrint, seen: ModulePrint) -> bool:
+        """Whether a module has the fingerprint that it had."""
+        key = id(now), id(seen)
+        if key not in self._same and now == seen:
+            self._same.add(key)
+        return key in self._same
+
+    @property
+    def same_names(self) -> bool:
+        """Whether the modules of the state give all parameters the names that they had."""
+        if self._same_names is None:
+            modules, seen = modules_in(self._state), self.memory.modules
+            looks = [(key, self.look(module)) for key, module in modules]
+            self._same_names = len(looks) == len(seen) and all(
+                key == old and look is not None and self.same(look[0], was)
+                for (key, look), (old, was) in zip(looks, seen, strict=True)
+            )
+        return self._same_names
+
+
+class Watch:
+    """Knows of tensors all that a plan depends on: class, dtype, shape, strides, device, requires_grad, and whether
+    they are conjugated or negated. Holds none of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        first: dict[int, int] = {}
+        for at, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), at)
+        self._places = list(first.values())
+        self._repeats = [(at, first[id(tensor)]) for at, tensor in enumerate(tensors) if first[id(tensor)] != at]
+        self._kinds: Any = None
+        self._check = self._checker(_picked(tensors, self._places))
+
+    def _checker(self, tensors: Sequence[torch.Tensor]) -> Any:
+        sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+        try:  # what torch.compile uses; it asks all in one call, which takes 60 ns a tensor
+            guards: Any = torch._C._dynamo.guards
+            with torch.enable_grad():
+                return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        except (AttributeError, TypeError, RuntimeError, SystemError):  # another torch has it otherwise, or not at all
+            self._kinds = _kinds(tensors)
+            return lambda *now: _kinds(now) == self._kinds
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same, one by one, and the same object wherever two were."""
+        if len(tensors) != len(self._places) + len(self._repeats):
+            return False
+        with torch.enable_grad():  # without it, requires_grad counts for nothing
+            if not self._repeats:
+                return bool(self._check(*tensors))
+            return all(tensors[at] is tensors[of] for at, of in self._repeats) and bool(
+                self._check(*_picked(tensors, self._places))
+            )
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    asked = attrgetter("dtype", "shape", "requires_grad", "device", "layout")
+    methods = (torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
+    return [len(set(map(id, tensors))), list(map(type, tensors)), list(map(asked, tensors))] + [
+        list(map(method, tensors)) for method in methods
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """What a capture leaves behind for the next one."""
+
+    plan: Plan
+    modules: list[tuple[str, ModulePrint]]  # all of the state, as they give parameters their names
+    objects: dict[str, _Module | _Optimizer]  # dotted name -> what is recognised there
+    watch: Watch
+    alone: frozenset[int]  # leaves that a walk gives as new objects
+    graphs: list[int]  # leaves that keep a graph alive unless they are detached
+    pointers: list[int]
+    addresses: Array  # the same, and every snapshot's: not to be changed
+
+    def knows(self, encoder: Encoder, spans: Sequence[Span]) -> bool:
+        """Whether the walk has met all that the plan is about, and nothing else."""
+        structure, tensors = self.plan.structure, encoder.tensors
+        if (
+            encoder.names != structure.names
+            or spans != structure.spans
+            or encoder.replicated != structure.replicated
+            or sorted(encoder.classes.items()) != structure.subclasses
+        ):
+            return False
+        try:
+            if not self.watch.fits(tensors):
+                return False
+        except (AttributeError, RuntimeError, TypeError):  # an optimizer's state holds something else now
+            return False
+        if whereabouts.stand_in is None:
+            return True
+        return places_of(tensors, list(map(attrgetter("is_cpu"), tensors))) == structure.places
+
+
+def remember(encoder: Encoder, plan: Plan, pointers: list[int], addresses: Array) -> Memory | None:
+    """The memory of a walk; None if nothing of it could be recognised.
+
+    encoder: as the walk left it, with the tensors that it found.
+    """
+    looks: Looks = {}
+    modules: list[tuple[str, ModulePrint]] = []
+    for key, module in modules_in(encoder.state):
+        look = looks[id(module)] = look_at_module(module)
+        if look is None:
+            return None
+        modules.append((key, look[0]))
+    counts = Counter(each.name for each in encoder.provided)
+    live = list(encoder.tensors)
+    objects: dict[str, _Module | _Optimizer] = {}
+    alone: list[int] = []
+    for each in encoder.provided:
+        if counts[each.name] > 1:
+            continue
+        known = _module(each, encoder, looks, live) or _optimizer(each, encoder, live)
+        if known is not None:
+            objects[each.name] = known
+        if isinstance(known, _Module):
+            alone += range(each.first, each.stop)
+    memory = Memory(
+        plan=plan,
+        modules=modules,
+        objects=objects,
+        watch=Watch(live),
+        alone=frozenset(alone),
+        graphs=[leaf for leaf, tensor in enumerate(live) if tensor.requires_grad and type(tensor) is torch.Tensor],
+        pointers=pointers,
+        addresses=addresses,
+    )
+    recalling = Recalling(memory, encoder.state, looks)
+    right = all(_is_right(known, name, recalling, encoder, live) for name, known in objects.items())
+    return memory if right and _PLAIN.issuperset(map(type, live)) else None
+
+
+def _module(each: Provided, encoder: Encoder, looks: Looks, live: list[torch.Tensor]) -> _Module | None:
+    if each.node[1] != "module":
+        return None
+    look = looks.get(id(each.value)) or look_at_module(each.value)
+    if look is None or not look[0].plain:
+        return None
+    order = look[0].order()
+    names = [join(each.name, name) for name, _ in order]
+    if names != encoder.names[each.first : each.stop]:
+        return None
+    places = [place for _, place in order]
+    live[each.first : each.stop] = _picked(look[1], places)
+    return _Module(each.first, names, each.node, look[0], places)
+
+
+def _optimizer(each: Provided, encoder: Encoder, live: list[torch.Tensor]) -> _Optimizer | None:
+    tree, look = each.node[3], look_at_optimizer(each.value) if each.node[1] == "optimizer" else None
+    if look is None or type(tree) is not dict or list(tree) != ["state", "param_groups"]:
+        return None
+    seen, values = look
+    stop = each.first + len(values)
+    if not set(seen.states) <= set(seen.parameters) or not all(map(is_, values, live[each.first : stop])):
+        return None
+    params = [node["params"] if type(node) is dict else node[-1] for node in tree["param_groups"][1:]]
+    return _Optimizer(each.first, encoder.names[each.first : stop], each.node, seen, params)
+
+
+def _is_right(
+    known: _Module | _Optimizer, name: str, recalling: Recalling, walked: Encoder, live: Sequence[torch.Tensor]
+) -> bool:
+    """What is recalled is what the walk has found. Checked once, before it is relied on."""
+    [each] = [each for each in walked.provided if each.name == name]
+    probe = Encoder(walked.state)
+    probe.tensors, probe.names = list(live[: each.first]), walked.names[: each.first]
+    try:
+        node = known.recall(recalling, probe, each.value, name)
+    except Changed:
+        return False
+    if node != each.node or len(probe.tensors) != each.stop:
+        return False
+    return probe.names == walked.names[: each.stop] and all(map(is_, probe.tensors, live))
+
+
+def _picked(items: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
+    if len(places) == 1:
+        return [items[places[0]]]
+    return itemgetter(*places)(items) if places else []
