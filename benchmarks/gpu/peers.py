@@ -1,0 +1,215 @@
+"""The same state saved and loaded by others: DCP's async_save, torch.save, TorchSnapshot where it is installed.
+
+DCP is measured with its best settings first: staging through pinned memory that is kept from save to save, in a thread
+of its own, the writing in a thread or in a process; then as it is by default. The first save of those that keep memory
+is not counted. Blocked: until the state may change, with nothing else under way; durable: until its files are synced.
+Loads are cold, to the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+from benchmarks.gpu.bench import GB, Bench, Record
+from benchmarks.gpu.disk import forget
+from benchmarks.gpu.loop import block
+from benchmarks.gpu.model import Training
+
+ITERATIONS = 10  # trained after a save, while it is written
+SAVE_S = 30.0  # what a save or a load of 16 GB may take
+WRITERS = 4  # threads that write
+SHARED = "/dev/shm"  # through which DCP hands a state to its process
+State = dict[str, Any]
+
+
+class Peer(Protocol):
+    """One way to save one state, again and again, in new folders."""
+
+    name: str
+    warm_up: bool  # the first save makes what later ones use
+    loads: bool  # whether its files are read, too
+
+    def save(self, state: State, folder: Path) -> Callable[[], object]:
+        """Returns when the state may change, with a function that waits until the files are written."""
+
+    def load(self, state: State, folder: Path) -> None:
+        """In place."""
+
+    def close(self) -> None:
+        """Gives back what was kept."""
+
+
+class TorchSave:
+    """torch.save; torch.load with mmap, then a copy to the device, tensor by tensor."""
+
+    name, warm_up, loads = "torch.save", False, True
+
+    def save(self, state: State, folder: Path) -> Callable[[], object]:
+        torch.save(state, folder / "state.pt")
+        return lambda: None
+
+    def load(self, state: State, folder: Path) -> None:
+        loaded = torch.load(folder / "state.pt", mmap=True, weights_only=True, map_location="cpu")
+        for target, value in zip(tensors_of(state), tensors_of(loaded), strict=True):
+            target.copy_(value, non_blocking=True)
+
+    def close(self) -> None:
+        """Nothing was kept."""
+
+
+class Dcp:
+    """async_save. staged: pinned memory, kept, filled in a thread while the device goes on; else the default."""
+
+    def __init__(self, kind: str, staged: bool, gpu: bool) -> None:
+        self.name = f"DCP async_save, {kind.lower()}{', pinned and kept' if staged else ''}"
+        self.warm_up = staged
+        self.loads = staged and kind == "THREAD"  # the others write the same files
+        self._kind = kind
+        self._stager = DefaultStager(StagingOptions(gpu, kind == "PROCESS", gpu, gpu)) if staged else None
+
+    def save(self, state: State, folder: Path) -> Callable[[], object]:
+        if self._kind == "PROCESS" and not dist.is_initialized():  # its process makes a group as ours
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        answer = async_save(
+            state,
+            storage_writer=FileSystemWriter(folder, thread_count=WRITERS),
+            async_checkpointer_type=AsyncCheckpointerType[self._kind],
+            async_stager=self._stager,
+            no_dist=self._kind == "THREAD",
+        )
+        if isinstance(answer, Future):
+            return answer.result
+        answer.staging_completion.result()
+        return answer.upload_completion.result
+
+    def load(self, state: State, folder: Path) -> None:
+        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class TorchSnapshot:
+    """async_take."""
+
+    name, warm_up, loads = "TorchSnapshot async_take", False, False
+
+    def save(self, state: State, folder: Path) -> Callable[[], object]:
+        snapshot: Any = importlib.import_module("torchsnapshot")
+        parts = {part: snapshot.StateDict(value=value) for part, value in state.items()}
+        wait: Callable[[], object] = snapshot.Snapshot.async_take(str(folder / "snapshot"), parts).wait
+        return wait
+
+    def load(self, state: State, folder: Path) -> None:
+        snapshot: Any = importlib.import_module("torchsnapshot")
+        parts = {part: snapshot.StateDict(value=value) for part, value in state.items()}
+        snapshot.Snapshot(str(folder / "snapshot")).restore(parts)
+
+    def close(self) -> None:
+        """Nothing was kept."""
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors below, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_of(each)
+
+
+def state_of(training: Training) -> State:
+    """As the peers take it: plain dicts of tensors."""
+    optimizer = training.optimizer.state_dict()["state"]
+    return {"model": dict(training.model.state_dict()), "optimizer": {str(key): optimizer[key] for key in optimizer}}
+
+
+def run(bench: Bench) -> list[Record]:
+    """As many of them as there is time for, the most telling first. One that fails is noted."""
+    training = Training(bench.device, bench.scale.shape)
+    [training.batch] = training.calibrate(bench.scale.iteration_s)
+    alone = block(training, ITERATIONS)
+    bench.record("iteration, no checkpoint", alone.mean, "s", samples=alone.iterations)
+    gpu = bench.device.is_gpu
+    staged, default = True, False
+    peers: list[Callable[[], Peer]] = [
+        partial(Dcp, "THREAD", staged, gpu),
+        TorchSave,
+        partial(Dcp, "PROCESS", staged, gpu),
+        partial(Dcp, "THREAD", default, gpu),
+    ]
+    if shutil.disk_usage(SHARED).free < training.state_bytes() * 5 // 4:  # a page that is not there ends the process
+        del peers[2]
+        bench.note(f"left out: DCP async_save, process; {SHARED} has no room for the state")
+    if importlib.util.find_spec("torchsnapshot") is None:
+        bench.note("left out: TorchSnapshot, which is not installed")
+    else:
+        peers.append(TorchSnapshot)
+    for make in peers:
+        peer = make()
+        needed = SAVE_S * training.state_bytes() / 16e9 * (1 + peer.warm_up + peer.loads)
+        try:
+            if bench.has_time_for(needed, peer.name):
+                _measure(bench, training, peer, alone.mean)
+        except Exception as error:  # whatever another package raises
+            bench.note(f"failed: {peer.name}: {error!r}")
+        finally:
+            peer.close()
+    return bench.records
+
+
+def _measure(bench: Bench, training: Training, peer: Peer, alone_s: float) -> None:
+    size = training.state_bytes()
+    with bench.scratch() as folder:
+        if peer.warm_up:
+            peer.save(state_of(training), folder / "first")()
+            shutil.rmtree(folder / "first")
+        place = folder / "counted"
+        place.mkdir()
+        training.device.wait()
+        began = time.perf_counter()
+        wait = peer.save(state_of(training), place)
+        blocked = time.perf_counter() - began
+        after = block(training, ITERATIONS, warm=0)
+        wait()
+        written = time.perf_counter() - began
+        forget(place)
+        durable = time.perf_counter() - began
+        trained = blocked + sum(after.iterations)
+        often = max(trained, written) / ITERATIONS / alone_s  # the next save waits for this one
+        bench.record(f"{peer.name}: blocked", blocked, "s", bytes=size)
+        bench.record(f"{peer.name}: durable", durable, "s", bytes=size, written_s=written)
+        name = f"{peer.name}: every {ITERATIONS} / no checkpoint, mean"
+        bench.record(name, often, "ratio", samples=after.iterations)
+        if peer.loads:
+            _load(bench, training, peer, place)
+
+
+def _load(bench: Bench, training: Training, peer: Peer, folder: Path) -> None:
+    state, size = state_of(training), training.state_bytes()
+    before = [float(tensor.sum()) for tensor in tensors_of(state)]
+    training.device.wait()
+    began = time.perf_counter()
+    peer.load(state, folder)
+    training.device.wait()
+    seconds = time.perf_counter() - began
+    if before == [float(tensor.sum()) for tensor in tensors_of(state)]:  # it trained on since the save
+        raise RuntimeError("the load changed nothing")
+    bench.record(f"{peer.name}: cold load", size / seconds / GB, "GB/s", bytes=size, seconds=seconds)
