@@ -21,17 +21,16 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from stepwell.errors import StepwellError
 from stepwell.native import Region
-from stepwell.tiers._index import Index, name_of
+from stepwell.tiers._index import Index, OwnIndex, name_of
+from stepwell.tiers._sizes import Sizes
 from stepwell.tiers._slices import READY_SLOTS, Memory, Slices
 from stepwell.tiers._slots import Priority, Slot, Waiter, closed, no_memory
 from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy
 
-#: the part of an arena that kept chunks leave free, at least two slots and at most this many bytes
-STAGING_SHARE, STAGING_BYTES_MAX = 8, 256 << 20
 SLOTS_MIN = 4
 
 
-class Arena:
+class Arena(Sizes):
     """Slots of `slot_bytes`, up to `capacity_bytes` together. Used on one event loop, `start`ed there."""
 
     def __init__(
@@ -49,13 +48,11 @@ class Arena:
         assert slot_bytes % 4096 == 0
         self.slot_bytes = slot_bytes
         self.count = max(SLOTS_MIN, capacity_bytes // slot_bytes)
-        self.keep_limit: int | None = (
-            None  # the most slots that may be kept, if it is less than what is not for staging
-        )
+        self.keep_limit = None
         self.evicted_bytes = 0
         self.eviction = eviction
         self.on_evicted = on_evicted
-        self._index = Index(self.count)
+        self._index: Index = OwnIndex(self.count)
         self._background = background
         self._memory = self._slices(memory)
         self._slots: list[Slot] = []  # those that are ready
@@ -65,7 +62,8 @@ class Arena:
         self._by_key: dict[Hashable, Slot] = {}
         self._kept = 0
         self.in_use = 0  # slots that somebody works with now
-        self._clean = 0  # slots whose chunk is whole and clean: without one, no victim is looked for
+        self._clean = 0  # slots whose chunk is whole and clean
+        self._idle = 0  # of these, the ones that nobody works with: without one, no victim is looked for
         self.pinned: Counter[Hashable] = Counter()  # keys of chunks that stay once they are here
         #: whether a chunk that was read on demand, by its key, is worth pushing out another one
         self.outranks: Callable[[Hashable, Chunk], bool] = lambda key, other: True
@@ -86,40 +84,6 @@ class Arena:
 
     # -- size ----------------------------------------------------------------------------
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self.count * self.slot_bytes
-
-    @property
-    def beside_staging(self) -> int:
-        """Slots that are not always there for staging."""
-        return self.count - min(max(2, self.count // STAGING_SHARE), STAGING_BYTES_MAX // self.slot_bytes)
-
-    @property
-    def kept_max(self) -> int:
-        """The most slots that may be kept."""
-        return self.beside_staging if self.keep_limit is None else min(self.beside_staging, self.keep_limit)
-
-    @property
-    def ready_bytes(self) -> int:
-        """Memory that has been taken from the system."""
-        return len(self._slots) * self.slot_bytes
-
-    @property
-    def cached_bytes(self) -> int:
-        return self._kept * self.slot_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """What can be had without pushing out a chunk."""
-        return (self.count - len(self._slots) + len(self._free)) * self.slot_bytes
-
-    @property
-    def keepable_bytes(self) -> int:
-        """What can be kept more without waiting until something was written down."""
-        stay = sum((slot := self._by_key.get(key)) is not None and slot.clean for key in self.pinned)
-        return max(0, self.kept_max - self._kept + self._clean - stay) * self.slot_bytes
-
     def grow(self, capacity_bytes: int) -> None:
         """Raises the capacity; memory is made ready when it is needed. Never shrinks."""
         count = capacity_bytes // self.slot_bytes
@@ -128,6 +92,15 @@ class Arena:
             self._index.grow(count)
             self._serve()
             self._prepare_for_waiting()
+
+    async def register(self, pin: Callable[[int, int], bool], unpin: Callable[[int], object]) -> None:
+        """Has `pin(address, bytes)` called for all memory that is ready, before this returns, and for what is made
+        ready later, before it is handed out; `unpin(address)` at the end, if it was true."""
+        await asyncio.get_running_loop().run_in_executor(None, self._memory.pin, pin, unpin)
+
+    def unregister(self) -> None:
+        """Takes `register` back."""
+        self._memory.unpin()
 
     def expect(self, size_bytes: int) -> None:
         """Makes memory ready for this many bytes more than are in use, in the background."""
@@ -194,6 +167,10 @@ class Arena:
                 self.release(waiter.future.result())
             raise
 
+    def take_now(self, priority: Priority, *, kept: bool = False) -> Slot | None:
+        """As `acquire`, if nobody has to wait for that."""
+        return None if self._closed or self._waiting else self._take(priority, kept)
+
     def _take(self, priority: int, kept: bool) -> Slot | None:
         if kept and self._kept >= self.kept_max and not (self._evict() or self._let_pass(priority)):
             return None
@@ -218,6 +195,7 @@ class Arena:
     def hold(self, slot: Slot) -> None:
         """One user more: it is neither freed nor evicted until it is released as often."""
         self.in_use += slot.users == 0
+        self._idle -= slot.idle
         slot.users += 1
 
     def release(self, slot: Slot) -> None:
@@ -225,6 +203,7 @@ class Arena:
         assert slot.users > 0
         slot.users -= 1
         self.in_use -= slot.users == 0
+        self._idle += slot.idle
         if slot.users == 0 and slot.chunk is None:
             self._put_back(slot)
         if slot.users == 0:
@@ -256,14 +235,14 @@ class Arena:
 
     def generation(self, slot: Slot) -> int:
         """Tells this filling of the slot from all others."""
-        return int(self._index.rows[slot.index]["generation"])
+        return self._index.generation_of(slot.index)
 
     def going(self, count: int) -> list[Chunk] | None:
         """The chunks that would go for `count` more that are kept, first to go first; None if that is too many."""
         short = self._kept + count - self.kept_max
         if short <= 0:
             return []
-        found = list(itertools.islice(self._victims(short * self.slot_bytes), short)) if self._clean else []
+        found = list(itertools.islice(self._victims(short * self.slot_bytes), short)) if self._idle else []
         return found if len(found) == short else None
 
     def pin(self, shard: Hashable, numbers: Iterable[int], times: int = 1) -> None:
@@ -302,6 +281,7 @@ class Arena:
         if slot.chunk is not None and not slot.filled:
             slot.filled = True
             self._clean += slot.clean
+            self._idle += slot.idle
             self._index.filled(slot.index)
             self.eviction.entered(slot.chunk)
             slot.tell()
@@ -347,7 +327,9 @@ class Arena:
     def clean(self, shard: Hashable) -> None:
         """Another tier has committed the shard: its chunks may be evicted."""
         for slot in self._of(shard).values():
-            self._clean += slot.filled and slot.dirty
+            if slot.filled and slot.dirty:
+                self._clean += 1
+                self._idle += slot.users == 0
             slot.dirty = False
             self._index.clean(slot.index)
         self._serve()
@@ -360,6 +342,7 @@ class Arena:
 
     def forget(self, slot: Slot) -> None:
         """Takes a chunk out of the cache; its slot becomes free when nobody uses it."""
+        self._idle -= slot.idle
         chunk, slot.chunk = slot.chunk, None
         assert chunk is not None
         name = str(chunk.shard)
@@ -378,7 +361,7 @@ class Arena:
 
     def _evict(self, for_key: Hashable | None = None) -> bool:
         """Frees one slot of a clean chunk; False if there is none that may go, or `for_key` is not worth the first."""
-        if not self._clean:
+        if not self._idle:
             return False
         for chunk in self._victims(self.slot_bytes):
             if for_key is not None and not self.outranks(for_key, chunk):
@@ -390,7 +373,7 @@ class Arena:
     def _let_pass(self, priority: int) -> bool:
         """Frees no slot, but the room of a clean chunk that somebody works with: it leaves the cache, and its slot
         only passes from now on. Else a flush that hangs would keep room that was promised to a save."""
-        if not self._free or priority >= Priority.PREFETCH:
+        if not self._free or priority >= Priority.PREFETCH or self._clean == self._idle:
             return False
         for chunk in self._victims(self.slot_bytes, in_use=True):
             slot = self._by_key[chunk.key]

@@ -79,8 +79,37 @@ class Index:
         self.rows[slot]["state"] = SlotState.FREE
         fence()
 
+    def generation_of(self, slot: int) -> int:
+        """Tells this filling of the slot from all others."""
+        return int(self.rows[slot]["generation"])
+
     def state(self, slot: int) -> SlotState:
         return SlotState(int(self.rows[slot]["state"]))
+
+
+class OwnIndex(Index):
+    """Of memory that no other process sees: nothing needs to be right there but the generations."""
+
+    def __init__(self, count: int) -> None:
+        self._generations = [0] * count
+
+    def grow(self, count: int) -> None:
+        self._generations += [0] * (count - len(self._generations))
+
+    def filling(self, slot: int, name: str, chunk: int, length: int, *, dirty: bool = True) -> None:
+        self._generations[slot] += 1
+
+    def filled(self, slot: int) -> None:
+        pass
+
+    def clean(self, slot: int) -> None:
+        pass
+
+    def free(self, slot: int) -> None:
+        pass
+
+    def generation_of(self, slot: int) -> int:
+        return self._generations[slot]
 
 
 @lru_cache(maxsize=1024)

@@ -132,6 +132,7 @@ class SharedArena(Arena):
             self._cached.setdefault(row.name, {})[row.chunk] = self._by_key[chunk.key] = slot
             self._kept += 1
             self._clean += slot.clean
+            self._idle += slot.idle
             self.eviction.entered(chunk)
             slots.append(slot)
         return slots
@@ -151,7 +152,7 @@ class SharedArena(Arena):
         self._cached.clear()
         self._by_key.clear()
         self._shards.clear()
-        self._kept = self._clean = 0
+        self._kept = self._clean = self._idle = 0
 
     def is_dirty(self, shard: Hashable) -> bool:
         """Whether a chunk of the shard is here that no other tier has."""

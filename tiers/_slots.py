@@ -36,6 +36,11 @@ class Slot:
     def clean(self) -> bool:
         return self.filled and not self.dirty
 
+    @property
+    def idle(self) -> bool:
+        """Its chunk may go: nobody works with it, and it is elsewhere, too."""
+        return self.clean and self.users == 0 and self.chunk is not None
+
     def tell(self) -> None:
         """The chunk is here, or will not come."""
         arrival, self.arrival = self.arrival, None

@@ -42,12 +42,20 @@ from stepwell.tiers.base import (
 FIRST_BYTES = 256 << 20
 #: what of it may be kept before `grow` says more: a small state must not fill the rest with its older checkpoints
 KEEP_FIRST_BYTES = 64 << 20
+#: of memory that is so large, and no other process's, chunks are larger: fewer to decide on, where states are of many
+#: GiB. What several processes share has one size for all
+LARGE_BYTES, LARGE_CHUNK_BYTES = 16 << 30, 32 << 20
 #: how long `close` waits for memory that is still in use
 CLOSE_S = 5.0
 
-__all__ = ["Arena", "HostTier", "Priority", "Slot"]
+__all__ = ["Arena", "HostTier", "Priority", "Slot", "chunk_bytes_for"]
 
 _abandoned: list[Arena] = []  # memory that a hung device may still write to stays until the process ends
+
+
+def chunk_bytes_for(capacity_bytes: int | None) -> int:
+    """How large the chunks of an arena are, in bytes."""
+    return LARGE_CHUNK_BYTES if capacity_bytes is not None and capacity_bytes >= LARGE_BYTES else CHUNK_BYTES
 
 
 class HostTier(InMemory):

@@ -82,6 +82,7 @@ def check_books(tier: HostTier) -> None:
         kept = [slot for slot in arena._slots if slot.kept]
         assert arena._kept == len(kept) <= arena.kept_max
         assert arena._clean == sum(slot.clean for slot in kept)
+        assert arena._idle == sum(slot.idle for slot in kept)
         assert all(slot.chunk is not None and slot.filled for slot in kept)
         assert arena.in_use == 0 and not arena._waiting
         assert len(arena._free) + len(kept) == len(arena._slots)

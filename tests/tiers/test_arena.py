@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from stepwell.errors import TierFull, TierUnavailable
 from stepwell.policies.evict import LRU
 from stepwell.tiers._arena import Arena
-from stepwell.tiers._index import SlotState
+from stepwell.tiers._index import Index, SlotState
 from stepwell.tiers._slots import Priority, Slot
 
 SLOT_BYTES = 4096
@@ -69,6 +69,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.capacity = 6
         self.evicted: list[object] = []
         self.arena = arena_of(self.capacity, on_evicted=self.evicted.append)
+        self.arena._index = Index(self.arena.count)
         self.held: list[Slot] = []  # one entry a hold
         self.placed: dict[tuple[str, int], Slot] = {}
         self.whole: set[tuple[str, int]] = set()
@@ -111,7 +112,6 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(shard=st.sampled_from(SHARDS), number=st.integers(0, 9), clean=st.booleans())
     def keep(self, shard: str, number: int, clean: bool) -> None:
-        """A chunk comes and stays, if there is room now."""
         if self.waiting or (shard, number) in self.placed:
             return
         self.acquire(Priority.SNAPSHOT, True)
@@ -221,7 +221,8 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.capacity_bytes == self.capacity * SLOT_BYTES
         assert self.arena.ready_bytes <= self.arena.capacity_bytes
         assert self.arena.cached_bytes <= self.arena.kept_max * SLOT_BYTES
-        assert self.arena._clean == len(self.whole & self.clean_chunks)
+        clean, idle = len(self.whole & self.clean_chunks), sum(slot.idle for slot in self.arena._slots)
+        assert (self.arena._clean, self.arena._idle) == (clean, idle)
 
     @invariant()
     def no_slot_is_in_two_places(self) -> None:
@@ -262,7 +263,6 @@ class ArenaMachine(RuleBasedStateMachine):
             assert self.arena.cached_bytes == self.arena.kept_max * SLOT_BYTES
 
     def teardown(self) -> None:
-        """Everything given back, everything is free again."""
         for _, _, task in self.waiting:
             task.cancel()
         if self.waiting:
