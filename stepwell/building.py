@@ -27,7 +27,7 @@ from stepwell.schema import BestRule, Capacity, EvictTable, PrefetchRule, TierCo
 from stepwell.settings import TierOptions
 from stepwell.tiers.base import EvictionPolicy, Tier
 from stepwell.tiers.file import FileTier
-from stepwell.tiers.host import HostTier
+from stepwell.tiers.host import HostTier, chunk_bytes_for
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.pfs import PfsTier
 from stepwell.tiers.shared import SHARED_ROOT, SharedHostTier, arena_name
@@ -114,17 +114,18 @@ def run_name(config: Config, run: str | None = None, environ: Mapping[str, str] 
 
 def _options(tier: TierConfig) -> TierOptions:
     grace = None if tier.delete_grace is None else float(tier.delete_grace)
-    return TierOptions(delete_grace_s=grace, verify_after_flush=tier.verify_after_flush)
+    by_rules = tier.flush not in (None, "all")
+    return TierOptions(delete_grace_s=grace, verify_after_flush=tier.verify_after_flush, by_rules=by_rules)
 
 
 # -- policies ----------------------------------------------------------------------------
 
 
 def _policies(config: Config, mistakes: Mistakes) -> list[Policy]:
-    """One object for each rule of each tier. The first storage tier needs no flush rule: saves go there."""
+    """One object for each rule of each tier. Without one, the first storage tier gets every save."""
     storage = [(i, tier) for i, tier in enumerate(config.tiers) if tier.driver != "host"]
     flushes: list[Policy] = []
-    for i, tier in storage[1:]:
+    for i, tier in storage[1 if storage[0][1].flush in (None, "all") else 0 :]:
         flushes += _flushes(tier, f"tier[{i}]", mistakes, last=tier is storage[-1][1])
     retains = [_retain(tier, f"tier[{i}]", mistakes) for i, tier in storage if tier.retain is not None]
     return flushes + retains
@@ -240,10 +241,10 @@ def make_host(tier: TierConfig, read_only: bool, node: Node, *, run: str = "", p
         arena = arena_name(tier.name, run, node.local_rank, place)
         root = tier.path or SHARED_ROOT
         host: HostTier = SharedHostTier(
-            eviction_of(tier), asked, tier.name, arena=arena, run=run, root=root, ahead=not read_only
+            eviction_of(tier), asked, tier.name, arena=arena, run=run, root=root, ahead=not read_only,
         )  # fmt: skip
     else:
-        host = HostTier(eviction_of(tier), asked, tier.name, ahead=not read_only)
+        host = HostTier(eviction_of(tier), asked, tier.name, ahead=not read_only, chunk_bytes=chunk_bytes_for(asked))
     least = host.info.capacity_bytes or 0
     if asked is not None and least > asked:
         each = f" for each of {node.local_ranks} local ranks" if node.local_ranks > 1 else ""

@@ -188,16 +188,16 @@ def check_chain(tiers: Sequence[TierConfig], mistakes: Mistakes) -> None:
     if not storage:
         todo = 'Add a [[tier]] with driver = "file" and a path'
         raise mistakes.error("tier", "there is no storage tier: nothing would outlive the process", todo)
-    _check_first(tiers[storage[0]], f"tier[{storage[0]}]", mistakes)
+    _check_first(tiers[storage[0]], f"tier[{storage[0]}]", storage[0] > 0, mistakes)
     scopes = [DRIVERS.get(tier.driver, OTHER_DRIVER).scope for tier in tiers]
     check_order([tier.name for tier in tiers], scopes, mistakes)
 
 
-def _check_first(first: TierConfig, key: str, mistakes: Mistakes) -> None:
-    """Nothing is flushed to the first storage tier: saves are written there."""
-    if first.flush not in (None, "all"):
-        what = f"{first.name!r} is the first storage tier: every save goes there, and no rule changes that"
-        raise mistakes.error(f"{key}.flush", what, "Leave it out, or move the rules to a tier below")
+def _check_first(first: TierConfig, key: str, hosted: bool, mistakes: Mistakes) -> None:
+    """Saves are written to the first storage tier. hosted: what is not wanted there can stay in host memory."""
+    if first.flush not in (None, "all") and not hosted:
+        what = f"{first.name!r} is the first tier: there is nothing above it where what is not sent there could stay"
+        raise mistakes.error(f"{key}.flush", what, "Leave it out, add a host tier, or move the rules to a tier below")
     if first.verify_after_flush is not None:
         what = f"{first.name!r} is the first storage tier: saves are written there, and nothing is flushed to it"
         raise mistakes.error(f"{key}.verify_after_flush", what, "Leave it out, or move it to a tier below")

@@ -23,9 +23,10 @@ from stepwell.changing import has_writers, require_writable, taken_over
 from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, CorruptData, StepExists, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import FileRecord, Manifest, RankRecord, ShardRecord, decode, encode
-from stepwell.mover import Mover, write
+from stepwell.mover import Mover
 from stepwell.places import Named, NoProgress, Progress, Ref, look_up, mover, opened, run_whole
 from stepwell.plainfiles import copy_plain, plain_files, plain_target
+from stepwell.putting import write
 from stepwell.ranges import Read
 from stepwell.reading import Healing, Reading
 from stepwell.tiers._folders import remove_if_empty, sync_folder

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -136,6 +137,18 @@ def _gpus() -> Finding:
     return Finding("cuda_devices", count, text)
 
 
+def _gpu_copies() -> Finding:
+    if not _gpus().value:
+        return Finding("gpu_copies", None, "there is no GPU")
+    works, reason = native.probe_device()
+    if not works:
+        return Finding("gpu_copies", "none", f"GPUs cannot be used: {reason}", "bad", "Mend CUDA's driver (nvidia-smi)")
+    if find_spec("cupy") is None:
+        text = f"by an engine of our own: {reason}; small tensors one by one, as CuPy is not installed"
+        return Finding("gpu_copies", "one by one", text, "slow", "pip install cupy-cuda13x, or as your CUDA is")
+    return Finding("gpu_copies", "gathered", f"by an engine of our own, small tensors gathered: {reason}", "good")
+
+
 def _torch() -> Finding:
     try:
         version = metadata.version("torch")
@@ -167,8 +180,8 @@ def _config() -> Finding:
 
 
 _MACHINE: tuple[Callable[[], Finding], ...] = (
-    _kernel, _io_uring, _checksum, _torch, _gpus, _memory_limit, _memory_free, _host_tier, _huge_pages, _memlock,
-    _open_files, _config,
+    _kernel, _io_uring, _checksum, _torch, _gpus, _gpu_copies, _memory_limit, _memory_free, _host_tier, _huge_pages,
+    _memlock, _open_files, _config,
 )  # fmt: skip
 
 

@@ -201,6 +201,9 @@ class _Drain:
         return {attempt: place for place, attempt in enumerate(self._chain.catalog.newest_first())}
 
     def _newest(self) -> Attempt | None:
+        alone = self._writer.memory.newest()
+        if alone is not None and self._writer.saver.may_hold:
+            return alone
         return next((attempt for attempt in self._chain.catalog.newest_first() if self._whole_on(attempt)), None)
 
     def _arrange(self) -> None:
@@ -223,7 +226,8 @@ class _Drain:
             flusher.arrange(order, held)
 
     def _want(self, newest: Attempt) -> None:
-        for tier in self._safest():
+        near = [] if self._whole_on(newest) else [self._chain.first]  # it is in memory alone
+        for tier in dict.fromkeys([*near, *self._safest()]):
             name = tier.info.name
             if (newest, name) not in self._asked and name not in self._whole_on(newest):
                 self._writer.flushers[name].want(newest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -58,11 +59,52 @@ class Neighbour(Protocol):
         """The chunk that `read` lies in; None if it must be read here. Never takes long to say so."""
 
 
+class Gpu(Protocol):
+    """What copies between one GPU's memory and slots, each way in the order in which it was asked to."""
+
+    @property
+    def down(self) -> Copier: ...
+
+    @property
+    def up(self) -> Copier: ...
+
+    def trouble(self, way: Copier, /) -> str:
+        """Of one of the two, the error that it had last, in the driver's words."""
+
+
+class Gpus(Protocol):
+    """The GPUs of this process, by their index."""
+
+    def get(self, index: int, /) -> Gpu: ...
+
+    async def pin(self, arena: Arena, /) -> None:
+        """Makes an arena's memory quick to copy from and to."""
+
+
+class NoGpus:
+    """Of a mover that moves nothing from or to a GPU."""
+
+    def get(self, index: int, /) -> Gpu:
+        raise AssertionError(f"nobody has opened GPU {index}")
+
+    async def pin(self, arena: Arena, /) -> None:
+        pass
+
+
+def raise_failed(done: Done, driver: str = "") -> None:
+    """Raises StepwellError for a copy from or to the state that failed: its GPU is lost, say. driver: its words."""
+    if done.result < 0:
+        raise StepwellError(
+            f"copying {done.job.length} bytes ({done.job.op.name}) failed: {driver or os.strerror(-done.result)}",
+            todo="If a GPU has failed, the driver's log (dmesg) says which",
+        )
+
+
 class Fetching:
     """The base of a mover: what it reads, verifies and puts into memory."""
 
-    def __init__(self, copier: Copier, arena: Arena, host: HostTier | None = None) -> None:
-        self.copier, self.arena, self.host = copier, arena, host
+    def __init__(self, copier: Copier, arena: Arena, host: HostTier | None = None, gpus: Gpus | None = None) -> None:
+        self.copier, self.arena, self.host, self.gpus = copier, arena, host, gpus or NoGpus()
         self.edges = Edges(arena)
         self.neighbour: Neighbour | None = None
         self.on_used: Callable[[Reading, int], object] = lambda reading, number: None  # a chunk that memory gets
@@ -132,7 +174,7 @@ class Fetching:
         """The operation for a read, once there is room for it on its edge and a slot."""
         if reading.from_memory and (arrival := self._arrival(reading, read)) is not None:
             return self._get_arriving(reading, read, arrival, then, kept)
-        if self.neighbour is not None and reading.from_memory and (kept or reading.pieces is not None):
+        if self.neighbour is not None and reading.from_memory and (kept or reading.delivers):
             if not self.arena.has(reading.known_as, self._number(read)):
                 edge = self.edges.between(NEIGHBOUR, reading.target, background=reading.priority >= Priority.FLUSH)
                 turn = await edge.enter(read.length, reading.priority)
@@ -208,7 +250,10 @@ class Fetching:
                 try:
                     address = lent.address + read.start % self.arena.slot_bytes
                     crcs = reading.crcs_of(read.start, read.length)  # again: another process may change the memory
-                    if not (await self._scatter(reading, read, address, crcs)).bad_blocks and lent.still_good():
+                    bad = (await self._scatter(reading, read, address, crcs)).bad_blocks
+                    if not bad:
+                        await self._deliver(reading, read, address)
+                    if not bad and lent.still_good():
                         if then is not None:
                             await then(read, address)
                         self._used(reading, self._number(read))
@@ -229,6 +274,7 @@ class Fetching:
             with turn:
                 if reading.pieces is not None:
                     await self._scatter(reading, read, address, None)
+                await self._deliver(reading, read, address)
                 if then is not None:
                     await then(read, address)
             reading.healing.took(self._here, read.length)
@@ -253,6 +299,7 @@ class Fetching:
                     raise self._bad_everywhere(reading, todo[0])
                 if slot.kept:
                     self.arena.filled(slot)
+                await self._deliver(reading, read, slot.address)
                 if then is not None:
                     await then(read, slot.address)
         finally:
@@ -297,6 +344,28 @@ class Fetching:
             reading.healing.bad[name, reading.key] = f"checksum of block {bad[0].start // BLOCK_BYTES} is wrong"
         reading.healing.took(name, part.length - sum(r.length for r in bad))
         return bad
+
+    async def _deliver(self, reading: Reading, read: Read, address: int) -> None:
+        """Good bytes to GPUs' memory, all GPUs at once."""
+        if not reading.gpu_pieces or reading.caller.gone:
+            return
+        await self.gpus.pin(self.arena)
+        gpus = [self.gpus.get(gpu) for gpu, _ in reading.gpu_pieces]
+        copying = [
+            gpu.up.start([
+                Job(
+                    Op.H2D, address=address, length=read.length, pieces=pieces, pieces_offset=read.start,
+                    mark=reading.marks.get(number),
+                )
+            ])[0]
+            for gpu, (number, pieces) in zip(gpus, reading.gpu_pieces, strict=True)
+        ]  # fmt: skip
+        for each in copying:
+            self._scattering.add(each)
+            each.add_done_callback(self._scattering.discard)
+        await asyncio.wait(copying)
+        for gpu, each in zip(gpus, copying, strict=True):
+            raise_failed(each.result(), gpu.trouble(gpu.up))
 
     async def _scatter(self, reading: Reading, read: Read, address: int, crcs: Crcs | None) -> Done:
         pieces = None if reading.caller.gone else reading.pieces

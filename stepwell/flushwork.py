@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from stepwell.chain import Chain, Keep, reserve
 from stepwell.deletion import Deleter
@@ -37,6 +37,7 @@ class FlushWork:
 
     def __init__(self, chain: Chain, owner: Ownership, deleter: Deleter, keep: Keep) -> None:
         self._chain, self._owner, self._deleter, self._keep = chain, owner, deleter, keep
+        self.being_saved: Callable[[], Collection[tuple[str, str]]] = tuple  # (checkpoint, tier) of saves under way
         self._clearing: dict[tuple[Attempt, str], set[str]] = {}  # copies that were to make way -> the parts they had
         self._moving: dict[tuple[Attempt, str], Caller] = {}  # (checkpoint, tier) -> what the last try has begun
 
@@ -117,7 +118,9 @@ class FlushWork:
 
     async def _once(self, tier: Tier, goal: Goal) -> Manifest | None:
         chain, attempt = self._chain, goal.attempt
-        while (attempt.folder, tier.info.name) in self._deleter.busy:  # what is left of an earlier try is being removed
+        place = (attempt.folder, tier.info.name)
+        # what is left of an earlier try is being removed, or its own save is still writing there
+        while place in self._deleter.busy or place in self.being_saved():
             await chain.clock.sleep(BUSY_LOOK_S)
         await self._deleter.spare(attempt, tier)  # of a lost run the next writer's files would be in our hands
         healing = Healing()

@@ -92,3 +92,14 @@ class Countdown:
     def _check(self) -> None:
         if self._sealed and self._open == 0:
             self._done()
+
+
+async def either(task: asyncio.Task[None], event: asyncio.Event) -> None:
+    """Returns once the event is set; raises the task's error if that comes first."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not event.is_set():
+            task.result()
+    finally:
+        waiting.cancel()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from stepwell.edges import STATE
-from stepwell.native import BLOCK_BYTES, PieceMap
+from stepwell.native import BLOCK_BYTES, Mark, PieceMap
 from stepwell.tiers.base import ShardKey, Tier
 from stepwell.tiers.host import Priority
 
@@ -55,7 +55,9 @@ class Reading:
     crcs: Crcs | None  # of every block of the shard; None where there are none
     healing: Healing
     priority: Priority
-    pieces: PieceMap | None = None  # where the bytes go; None: they are only verified
+    pieces: PieceMap | None = None  # where in host memory the bytes go; None: nowhere
+    gpu_pieces: Sequence[tuple[int, PieceMap]] = ()  # where in GPUs' memory they go: each GPU with its map
+    marks: Mapping[int, Mark] = field(default_factory=dict)  # of each GPU: copies to it come after that
     target: str = STATE  # the end of the edge
     write_limit: float | None = None  # of all writing there, in bytes a second; None: what limits is the reading
     cached_as: Hashable = None  # how the arena knows the shard; None: by its key
@@ -67,6 +69,11 @@ class Reading:
     @property
     def known_as(self) -> Hashable:
         return self.key if self.cached_as is None else self.cached_as
+
+    @property
+    def delivers(self) -> bool:
+        """Whether the bytes go to memory of the caller's; else they are only verified, or kept."""
+        return self.pieces is not None or bool(self.gpu_pieces)
 
     def first(self, host: Tier | None) -> Tier | None:
         """Where bytes come from that are not in the arena."""

@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from stepwell.errors import StepwellError, StoreClosed, WaitTimeout
+from stepwell.gpus import Gpus
 from stepwell.native import AsyncEngine, Engine
 from stepwell.policies.evict import LRU
 from stepwell.tiers.host import Arena
@@ -22,8 +23,9 @@ T = TypeVar("T")
 
 #: staging memory; some 25 ms of the fastest disk's rate, and enough that copying runs ahead of writing
 STAGING_BYTES = 256 << 20
-#: threads that copy and checksum; one is about as fast as a plain copy, so two keep save() short
-COPY_THREADS = 2
+#: threads that copy and checksum; one is about as fast as a plain copy, so two keep save() short. Checksums of what
+#: comes from a GPU at 50 GB/s need more, and more are of use only where there are processors to spare
+COPY_THREADS, COPY_THREADS_MAX, PROCESSORS_EACH = 2, 8, 2
 #: how long the exit waits for the loop to come to a stop
 PARK_S = 1.0
 
@@ -40,6 +42,11 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)
 
 
+def copy_threads() -> int:
+    """How many threads copy and checksum in this process."""
+    return min(COPY_THREADS_MAX, max(COPY_THREADS, len(os.sched_getaffinity(0)) // PROCESSORS_EACH))
+
+
 class Runtime:
     """Loop thread, copier engine and slots of this process."""
 
@@ -49,6 +56,7 @@ class Runtime:
         self._started = threading.Event()
         self._trouble: BaseException | None = None  # why it could not start
         self._staging: Arena | None = None
+        self.gpus = Gpus()
         self.loop: asyncio.AbstractEventLoop
         self.copier: AsyncEngine
         self._thread = threading.Thread(target=self._main, name="stepwell-loop", daemon=True)
@@ -101,7 +109,7 @@ class Runtime:
 
     def _ready(self) -> None:
         try:
-            self.copier = AsyncEngine(Engine("copy", backend="threads", threads=COPY_THREADS))
+            self.copier = AsyncEngine(Engine("copy", backend="threads", threads=copy_threads()))
         except BaseException as error:
             self._trouble = error
             self.loop.stop()

@@ -9,17 +9,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from stepwell import native
 from stepwell.chain import Chain, Keep, reserve
 from stepwell.commit import rank_record
-from stepwell.errors import NotPlanned, SaveFailed, SaveSkipped, StepwellError, TierError, TierFull
+from stepwell.errors import SaveFailed, SaveSkipped, StepwellError, TierError, TierFull
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import Draft, FileRecord, Manifest
+from stepwell.groups import either
+from stepwell.hosting import has_room, no_memory, not_hosted, said_of, try_reserve
 from stepwell.hostmem import host_budget_bytes, local_ranks
-from stepwell.jobs import Job
-from stepwell.mover import ShardJob
+from stepwell.jobs import Job, wait_for
 from stepwell.ownership import Ownership, group_of
+from stepwell.putting import ShardJob
 from stepwell.reading import Healing, Reading
 from stepwell.saving import Order, Save, Turns
 from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
-from stepwell.tiers.host import Priority
+from stepwell.tiers.host import HostTier, Priority
 
 log = logging.getLogger("stepwell")
 
@@ -42,11 +44,26 @@ class Saver:
         #: waits until room was freed on a tier, at most so long; False if there is nothing to wait for
         self.make_room: Callable[[Tier, float], Awaitable[bool]]
         self.may_free: Callable[[Tier], Awaitable[bool]]
+        #: whether policies want a checkpoint on the first storage tier: (its name, step, bytes, parts)
+        self.goes_down: Callable[[Attempt, int, Sequence[str], Callable[[], Sequence[Save]]], Awaitable[bool]] = _always
+        self._deciding = asyncio.Lock()  # about one after the other: a window sends down the first in it
+        #: lets go of a checkpoint in memory alone that a newer one has made superfluous; False: there is none
+        self.let_older_go: Callable[[], Awaitable[bool]] = _never
+        self.all_have: Callable[[Job, int], Awaitable[None]]  # waits until all ranks have a save in memory
         self.last_error: TierError | None = None  # of the first storage tier
         self.failing = False  # until a save gets there again
         self._lost_rewind: tuple[int, int] | None = None  # of a save that failed before its draft: (line, step)
+        self.may_hold = False  # whether policies may keep a checkpoint from the first storage tier
         self.under_way: list[Save] = []  # those that are not on the first tier yet
         self.holding: set[Save] = set()  # those that have room there, until it is decided what follows from them
+
+    def _decided(self) -> list[Save]:
+        return [save for save in self.under_way if save.held is not None]
+
+    def going_down(self) -> set[tuple[str, str]]:
+        """(checkpoint, tier) of the saves under way that write to the first storage tier, or may."""
+        first = self._chain.first.info.name
+        return {(s.checkpoint, first) for s in self.under_way if s.checkpoint is not None and s.held is False}
 
     async def save(self, save: Save) -> Attempt:
         """Returns once the checkpoint is committed on the first storage tier. Raises what went wrong."""
@@ -64,9 +81,8 @@ class Saver:
             self.under_way.remove(save)
             if not drafts[1].done() and order.rewind_to is not None:  # the next one is the first after the rewind
                 self._lost_rewind = order.line, order.rewind_to
-            for _, mine in (drafts, commits):
-                if not mine.done():
-                    mine.set_result(None)
+            _pass_on(None, drafts[1])
+            _pass_on(commits[0] if save.held else None, commits[1])
 
     async def _together(
         self,
@@ -115,35 +131,54 @@ class Saver:
         self.on_named(save, attempt)
         key = CheckpointKey(chain.run, attempt.folder)
         jobs = [
-            ShardJob(ShardKey(key, shard.file), shard.size, order.snapshot.source(i))
+            ShardJob(
+                ShardKey(key, shard.file),
+                shard.size,
+                order.snapshot.source(i),
+                None if order.cover is None else order.cover.chunks(i),
+                order.marks,
+            )
             for i, shard in enumerate(order.snapshot.shards)
         ]
         sizes = [(job.key, job.size) for job in jobs]
-        hosted = await self._reserve_host(save, order, jobs, drafted)
+        save.held = not await self._is_wanted_down(save, order, attempt)
+        hosted = await self._reserve_host(save, order, jobs, drafted, committed)
         reserved: list[Reservation] = []
         putting: asyncio.Task[None] | None = None
         publishing: asyncio.Task[Manifest] | None = None
         try:
-            reserved += await self._reserve(save, order, sizes)
-            self.holding.add(save)
-            copied = asyncio.Event()
-
-            def on_copied() -> None:
-                save.mark_copied()
-                copied.set()
-
+            if not save.held:
+                reserved += await self._reserve(save, order, sizes)
+                self.holding.add(save)
+            whole = asyncio.Event()
             kept = hosted is not None
-            putting = asyncio.ensure_future(chain.mover.put(first, jobs, on_copied, kept=kept))
-            await _either(putting, copied)
+            if order.marks:
+                await chain.mover.gpus.pin(chain.mover.arena)
+            target = None if save.held else first
+            putting = asyncio.ensure_future(
+                chain.mover.put(
+                    target, jobs, save.mark_copied, on_captured=save.mark_captured, on_whole=whole.set, kept=kept
+                )
+            )
+            await either(putting, whole)
             if save.failed:  # save() has left meanwhile: what was copied since need not be the state of its call
-                raise SaveFailed("the save was given up while the state was being copied", step=order.step)
+                why = f"the save was given up while the state was being copied: {save.error}"
+                raise SaveFailed(why, step=order.step)
             if drafted is not None:
                 await asyncio.shield(drafted)
             record = rank_record(order, attempt, jobs, self._draft(order, attempt))
             mine.set_result(None)
             order.let_go()  # a tier that hangs must not keep the state's memory
             if hosted is not None:
+                if save.held:
+                    await putting
+                    await self.all_have(order.job, order.call)
                 kept = await self._commit_host(save, order, attempt, jobs, record, hosted)
+            if save.held:
+                if not kept:
+                    raise no_memory(order.step)
+                self._owner.committed(attempt)
+                return attempt
             await self._written(putting, jobs, reserved, kept)
             if committed is not None:
                 await asyncio.shield(committed)
@@ -168,6 +203,27 @@ class Saver:
         if hosted is not None:  # the next save finds memory beside this one's, and need not wait until it is ready
             chain.mover.arena.expect(sum(job.size for job in jobs))
         return attempt
+
+    async def _is_wanted_down(self, save: Save, order: Order, attempt: Attempt) -> bool:
+        """Whether the checkpoint goes to the first storage tier at once; else it stays in memory. With several ranks
+        the leader decides for all."""
+        job, snapshot = order.job, order.snapshot
+        if not self.may_hold:
+            return True
+        key = f"{group_of(self._chain, job)}/call-{order.call}/down"
+        if not job.leader:
+            patience_s = self._chain.settings.rank_timeout_seconds
+            return await wait_for(job.store, key, patience_s, "the leader's decision") == b"1"
+        try:
+            async with self._deciding:
+                wanted = await self.goes_down(attempt, snapshot.nbytes, list(snapshot.part_bytes), self._decided)
+                save.held = not wanted
+        except Exception:  # a policy's own: what it would have said of it must not cost the checkpoint
+            log.exception("policies could not be asked about step %d: it goes down", order.step)
+            wanted = True
+        if job.world > 1:
+            job.store.put(key, b"1" if wanted else b"0")
+        return wanted
 
     def _check_memory(self, save: Save, order: Order) -> None:
         """Raises SaveSkipped if save() would have to wait until an earlier save is written, and may not."""
@@ -200,9 +256,15 @@ class Saver:
                     raise
 
     async def _reserve_host(
-        self, save: Save, order: Order, jobs: Sequence[ShardJob], before: asyncio.Future[None] | None
+        self,
+        save: Save,
+        order: Order,
+        jobs: Sequence[ShardJob],
+        before: asyncio.Future[None] | None,
+        committed: asyncio.Future[None] | None,
     ) -> list[Reservation] | None:
-        """Room in host memory for all of the checkpoint; None if it only passes through."""
+        """Room in host memory for all of the checkpoint; None if it only passes through. before, committed: the save
+        before this one has its draft, and has ended."""
         host = self._chain.host
         if host is None:
             self._check_memory(save, order)
@@ -210,14 +272,36 @@ class Saver:
         if host.grows:
             host.grow(host_budget_bytes(order.snapshot.nbytes, local_ranks()))
         self._check_memory(save, order)
-        granted = await _try_reserve(host, jobs)
+        if save.held:
+            return await self._reserve_alone(host, order, jobs, committed)
+        if self.may_hold and not has_room(host, jobs):  # what is there alone will not make room by itself
+            if committed is not None:
+                await asyncio.shield(committed)
+            await self.let_older_go()
+            if not has_room(host, jobs):
+                not_hosted(save, host, said_of(host, jobs))
+                return None
+        granted = await try_reserve(host, jobs)
         if isinstance(granted, Refused) and before is not None and host.fits([job.size for job in jobs]):
             await asyncio.shield(before)  # an earlier save is still being copied: its promise ends with that
-            granted = await _try_reserve(host, jobs)
+            granted = await try_reserve(host, jobs)
         if isinstance(granted, Refused):
-            _not_hosted(save, host, granted.detail)
+            not_hosted(save, host, granted.detail)
             return None
         return granted
+
+    async def _reserve_alone(
+        self, host: HostTier, order: Order, jobs: Sequence[ShardJob], committed: asyncio.Future[None] | None
+    ) -> list[Reservation]:
+        """Room for what stays in memory alone: there it stays, so nothing else may need that room."""
+        while True:
+            granted = await try_reserve(host, jobs) if has_room(host, jobs) else None
+            if isinstance(granted, list):
+                return granted
+            if committed is not None:  # then the one before that is superfluous
+                await asyncio.shield(committed)
+            if not has_room(host, jobs) and not await self.let_older_go():
+                raise no_memory(order.step, said_of(host, jobs))
 
     async def _commit_host(
         self,
@@ -237,7 +321,7 @@ class Saver:
             manifest = await self._owner.committer.publish(host, attempt, record, reserved)
         except TierFull as error:
             await host.drop([CheckpointKey(chain.run, attempt.folder)])
-            _not_hosted(save, host, str(error))
+            not_hosted(save, host, str(error))
             return False
         chain.catalog.add(attempt, host, {job.key.name: job.size for job in jobs}, manifest)
         save.mark_committed(host.info.name, chain.clock.monotonic())
@@ -339,35 +423,20 @@ class Saver:
         )
 
 
+async def _always(*of: object) -> bool:
+    return True
+
+
+async def _never() -> bool:
+    return False
+
+
 _SKIPPED = "The next save is tried again; on_pressure = 'block' waits for room instead"
 
 
-def _not_hosted(save: Save, host: Tier, why: str) -> None:
-    name = host.info.name
-    save.not_planned(name, NotPlanned(
-        f"the checkpoint does not stay in host memory: {why}",
-        todo="Give the host tier more memory, or wait for another tier", step=save.step, tier=name,
-    ))  # fmt: skip
-
-
-async def _try_reserve(tier: Tier, jobs: Sequence[ShardJob]) -> list[Reservation] | Refused:
-    granted: list[Reservation] = []
-    for job in jobs:
-        answer = await tier.reserve(job.key, job.size)
-        if isinstance(answer, Refused):
-            for reservation in granted:
-                await tier.abort(reservation)
-            return answer
-        granted.append(answer)
-    return granted
-
-
-async def _either(task: asyncio.Task[None], event: asyncio.Event) -> None:
-    """Returns once the event is set; raises the task's error if that comes first."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-        if not event.is_set():
-            task.result()
-    finally:
-        waiting.cancel()
+def _pass_on(before: asyncio.Future[None] | None, mine: asyncio.Future[None]) -> None:
+    """The next save's turn comes, now or once that of the save before has come."""
+    if before is not None and not before.done():
+        before.add_done_callback(lambda done: _pass_on(None, mine))
+    elif not mine.done():
+        mine.set_result(None)

@@ -8,13 +8,15 @@ import contextlib
 import operator
 import os
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepwell.clock import Clock
+from stepwell.cover import Cover
 from stepwell.errors import ConfigError, NotPlanned, SaveFailed, SaveSkipped, StepwellError, StoreClosed, WaitTimeout
 from stepwell.jobs import Job
+from stepwell.native import Mark
 from stepwell.state import Snapshot
 from stepwell.tiers.base import Tier, TierInfo
 from stepwell.units import format_duration
@@ -49,6 +51,8 @@ class Order:
     capture_seconds: float
     rewind_to: int | None  # this save starts a new timeline after that step
     let_go: Callable[[], None] = lambda: None  # of the state's memory, once all is copied
+    cover: Cover | None = None  # what of it is copied after save() has returned
+    marks: Mapping[int, Mark] = field(default_factory=dict)  # of each GPU: copies from there come after it
     line: int = 0  # saves of one line go on from each other; a restore or a rewind begins another
 
 
@@ -68,17 +72,22 @@ class Save:
         self._futures: dict[str, concurrent.futures.Future[StepwellError | None]] = {
             name: concurrent.futures.Future() for name in self._infos
         }
+        self.captured: concurrent.futures.Future[None] = concurrent.futures.Future()  # save() may return
         self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.cover = order.cover  # until all is copied
+        self._returns_at_once = order.cover is not None and not order.cover.urgent
         self.running: concurrent.futures.Future[None] | None = None  # the writer's work on it
         self.blocked_seconds = 0.0
         self.checkpoint: str | None = None
         #: the store's newest step and the one to rewind to before this save; taken up again if it fails
         self.line_before: tuple[int | None, int | None] | None = None
         self.interrupted = False  # by Ctrl-C, which has told the caller already
+        self.held: bool | None = None  # it stays in host memory until a policy sends it down; None: not decided yet
         self._seconds: dict[str, float] = {}
         self._failure: BaseException | None = None
         self._troubles: dict[str, BaseException] = {}  # tier -> what keeps it from getting there so far
         self.on_end: Callable[[int, BaseException | None], None] = lambda step, error: None
+        self.on_held: Callable[[], None] = lambda: None
 
     # -- for the caller ------------------------------------------------------------------
 
@@ -187,9 +196,9 @@ class Save:
 
     # -- for the store and the writer ------------------------------------------------------
 
-    def copied_within(self, seconds: float) -> bool:
-        """Blocks until the state may change again, at most so long; whether it may."""
-        return done_within(self.copied, seconds)
+    def captured_within(self, seconds: float) -> bool:
+        """Blocks until the state may change again, as far as no guard covers it, at most so long; whether it may."""
+        return self._returns_at_once or done_within(self.captured, seconds)
 
     def take_order(self) -> Order:
         """The order, once; the save itself keeps nothing of the state."""
@@ -197,7 +206,18 @@ class Save:
         assert order is not None
         return order
 
+    def mark_captured(self) -> None:
+        if not self.captured.done():
+            self.captured.set_result(None)
+
     def mark_copied(self) -> None:
+        """Nothing of the state is needed any more: all is copied, or the save has failed."""
+        cover, self.cover = self.cover, None
+        if cover is not None:
+            if self._failure is None and (error := cover.copied()) is not None:
+                self.fail(error)
+            cover.end()
+        self.mark_captured()
         if not self.copied.done():
             self.copied.set_result(None)
 
@@ -206,6 +226,10 @@ class Save:
         self._seconds[tier] = now - self._began
         self._troubles.pop(tier, None)
         self._settle(tier, None)
+
+    def mark_held(self) -> None:
+        """It is in host memory, and goes no further now."""
+        self.on_held()
 
     def mark_durable(self) -> None:
         """The first storage tier has it."""
@@ -290,6 +314,7 @@ class SaveRecord:
         self._clock, self._max_unsaved_s = clock, max_unsaved_s
         self._lock = threading.RLock()  # a signal handler may save while the thread that it interrupts holds it
         self._under_way: list[float] = []  # when each save began that has not ended, in that order
+        self._in_memory: list[float] = []  # when each save began that stays there, and is newer than any durable one
         self._unsaved_since: float | None = None  # when the oldest save began after the last durable one
         self._durable = 0
         self._untold: tuple[int, BaseException] | None = None  # the first save's failure: the next call raises it
@@ -300,10 +325,18 @@ class SaveRecord:
     def began(self, save: Save) -> None:
         now = self._clock.monotonic()
         save.on_end = lambda step, error: self._ended(now, save, error)  # first: Ctrl-C may come at any line
+        save.on_held = lambda: self._held(now)
         with self._lock:
             self._under_way.append(now)
             if self._unsaved_since is None:
                 self._unsaved_since = now
+
+    def _held(self, began: float) -> None:
+        """Nothing has become durable by it."""
+        with self._lock:
+            if began in self._under_way:
+                self._under_way.remove(began)
+                self._in_memory.append(began)
 
     def _ended(self, began: float, save: Save, error: BaseException | None) -> None:
         with self._lock:
@@ -313,7 +346,8 @@ class SaveRecord:
                 self._durable += 1
                 if self._untold is not None and self._untold[0] == save.step:
                     self._untold = None  # it was faster than whoever gave it up
-                self._unsaved_since = next(iter(self._under_way), None)
+                self._in_memory = [each for each in self._in_memory if each > began]
+                self._unsaved_since = min((*self._under_way, *self._in_memory), default=None)
                 return
             self.last_error = error
             if isinstance(error, SaveSkipped):

@@ -218,7 +218,9 @@ class TierConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         _doc(
             'what comes down to it. `"all"` (the default): every checkpoint; `"at-close"`: only the newest, when '
             "the store is closed or drained; or rules, each of which sends what it names. The first storage tier gets "
-            "every save and takes no rules. Whatever they say, closing sends the newest checkpoint to the last tier",
+            "every save; where it has rules, and there is a host tier, what they do not name stays in host memory, "
+            "where the newest of it lives until a newer one is there. Whatever they say, closing sends the newest "
+            "checkpoint to the last tier",
             [{"every_steps": 100, "parts": ["model"]}, {"every_steps": 1000}],
         ),
     ] = None

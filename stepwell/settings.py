@@ -22,6 +22,7 @@ class TierOptions:
 
     delete_grace_s: float | None = None  # how long a deleted checkpoint's files stay; None: by the tier's scope
     verify_after_flush: Literal["size", "digest"] | None = None  # before the last copy above it may go
+    by_rules: bool = False  # policies say what goes there; of the first storage tier: else each save does
 
 
 @dataclass(frozen=True, slots=True)

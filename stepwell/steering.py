@@ -31,6 +31,7 @@ from stepwell.policies.base import (
     View,
 )
 from stepwell.promises import refusal
+from stepwell.saving import Save
 from stepwell.tiers.base import CheckpointKey, ShardKey, Tier
 from stepwell.verification import Verifier
 from stepwell.viewing import Views
@@ -96,14 +97,33 @@ class Steering:
 
     async def foresee(self, attempt: Attempt, size_bytes: int, parts: Iterable[str]) -> set[str]:
         """The tiers that a checkpoint will be sent to, whole, once it is committed on the first one."""
-        view, first = await self.views.look(), self._chain.first.info.name
-        names = frozenset(parts)
-        there = CheckpointView(
-            attempt.folder, attempt.step, size_bytes, frozenset([first]), parts=names, parts_on={first: names}
-        )
-        calm = tuple(replace(tier, idle=True) for tier in view.tiers)  # as it will be at some time after this save
-        view = replace(view, tiers=calm, checkpoints=(*view.checkpoints, there))
-        moves = [move for policy in self._policies for move in policy.decide(Committed(attempt.folder, first), view)]
+        return await self._sent_to(attempt, size_bytes, parts, self._chain.first.info.name, calm=True)
+
+    async def goes_down(
+        self, attempt: Attempt, size_bytes: int, parts: Sequence[str], before: Callable[[], Sequence[Save]]
+    ) -> bool:
+        """Whether a checkpoint that is about to be saved goes to the first storage tier, whole, at once. before: saves
+        under way, of which that is decided; they may not be anywhere yet."""
+        first, host = self._chain.first.info.name, self._chain.tiers[0].info.name
+        return first in await self._sent_to(attempt, size_bytes, parts, host, calm=False, before=before)
+
+    async def _sent_to(
+        self, attempt: Attempt, size_bytes: int, parts: Iterable[str], tier: str, *, calm: bool,
+        before: Callable[[], Sequence[Save]] = tuple,
+    ) -> set[str]:  # fmt: skip
+        """What policies would do with a checkpoint that has just been committed on a tier. calm: once all else on its
+        way has got there."""
+        view, names = await self.views.look(), frozenset(parts)
+        known = {checkpoint.name for checkpoint in view.checkpoints}
+        beside = [
+            _as_on(tier, save.checkpoint or "", save.step, save.nbytes, frozenset(save.parts), view.wall)
+            for save in before()
+            if save.checkpoint not in known
+        ]
+        there = _as_on(tier, attempt.folder, attempt.step, size_bytes, names, view.wall)
+        tiers = tuple(replace(each, idle=True) for each in view.tiers) if calm else view.tiers
+        view = replace(view, tiers=tiers, checkpoints=(*view.checkpoints, *beside, there))
+        moves = [move for policy in self._policies for move in policy.decide(Committed(attempt.folder, tier), view)]
         return {
             move.tier
             for move in moves
@@ -260,3 +280,8 @@ class Steering:
             log.debug("%s must get down before the store is closed", goal)
         for flusher in self.flushers.values():
             flusher.hurry()
+
+
+def _as_on(tier: str, name: str, step: int, size_bytes: int, parts: frozenset[str], made: float) -> CheckpointView:
+    """A checkpoint that is on one tier, as policies see it."""
+    return CheckpointView(name, step, size_bytes, frozenset([tier]), parts=parts, parts_on={tier: parts}, made=made)

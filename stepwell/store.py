@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex, TypeVar
 
@@ -21,6 +22,7 @@ from stepwell.ending import Ending, open_stores
 from stepwell.errors import ConfigError, SaveFailed, StateError, WaitTimeout
 from stepwell.files import read_sidecars
 from stepwell.forking import Origin
+from stepwell.guarding import Guard, Guarded, Guards, before_updates
 from stepwell.inherited import check_run
 from stepwell.jobs import Job, current_job
 from stepwell.line import Line
@@ -81,6 +83,8 @@ class CheckpointStore(Warming):
         self._trace = Trace(run, settings.trace)
         self._runtime.run(self._start(policies))
         self.ending = Ending(self._runtime, self._chain, self._writer, settings.exit_timeout)
+        give_up = partial(_leave, self._runtime, self._writer, waits="an update of guarded tensors")  # not this store's
+        self._guards = Guards(self.mover.arena.slot_bytes, settings.block_timeout, give_up, self._runtime.gpus.release)
         open_stores.add(self)
         if self._writer.steering.looks_ahead:
             self._runtime.start(self._writer.look_ahead(current_job()))
@@ -92,7 +96,8 @@ class CheckpointStore(Warming):
                 await tier.start()
                 started.append(tier)
             host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
-            self.mover = Mover(self._runtime.copier, host.arena if host else self._runtime.staging(), host)
+            arena = host.arena if host else self._runtime.staging()
+            self.mover = Mover(self._runtime.copier, arena, host, self._runtime.gpus)
             sharing = await share(self.mover, self.tiers, self.mode)
             await check_run(self.run, self.tiers)
         except BaseException:
@@ -144,11 +149,11 @@ class CheckpointStore(Warming):
                 call = self._calls
                 save = self._order(began, job, call, step, state, metrics, tags, files)
                 self._begin(save)
-            if not save.copied_within(limit):
-                self._leave(save, limit)
+            if not save.captured_within(limit):
+                _leave(self._runtime, self._writer, save, limit)
         except BaseException as error:
             if save is not None:
-                self._leave(save, None)
+                _leave(self._runtime, self._writer, save, None)
             else:
                 self._runtime.loop.call_soon_threadsafe(self._writer.give_up, call, job, error)
             raise
@@ -163,16 +168,8 @@ class CheckpointStore(Warming):
         self._line.go_on(save.step)
         self._record.began(save)
         self.ending.newest = save
+        self._guards.follow(save)
         save.running = self._runtime.start(self._writer.save(save))
-
-    def _leave(self, save: Save, blocked_s: float | None) -> None:
-        """save() ends before the state is copied. The loop hears of it before the caller can change the state."""
-        try:
-            noted = self._runtime.start(self._writer.skip(save, blocked_s))
-            concurrent.futures.wait([noted], SKIP_S)  # the next call must know of it
-        finally:
-            if save.running is not None:
-                save.running.cancel()
 
     def _order(
         self,
@@ -190,6 +187,7 @@ class CheckpointStore(Warming):
         step = check_step(step)
         rewind_to = self._check_line(step)
         snapshot = capture(state, rank=job.rank, world=job.world, plans=self._plans)
+        snapshot, cover = self._guards.cover(snapshot, state)
         order = Order(
             call=call,
             step=step,
@@ -203,11 +201,35 @@ class CheckpointStore(Warming):
             capture_seconds=self._clock.monotonic() - began,
             rewind_to=rewind_to,
             let_go=snapshot.let_go,
+            cover=cover,
+            marks=self._runtime.gpus.marks(snapshot.plan.gpus, self._wait),
             line=self._line.number,
         )
         save = Save(order, self.tiers)
         save.line_before = self._line.place
         return save
+
+    def guard(self, *what: Guarded, hook: bool = True) -> Guard:
+        """From now on these tensors change only in updates that are announced, so `save` need not wait for their
+        copies: it returns at once, and the next update waits for what is not copied by then.
+
+        what: optimizers (their parameters and their own state; each step is announced by a hook), modules (their
+        parameters) or tensors, whose updates `before_update` announces. hook: False leaves an optimizer's steps to
+        `before_update`, too, as a step that a CUDA graph replays needs it. Returns a handle with `remove()`.
+
+        What no guard covers (other tensors, tensors under 4 KiB, plain values) is still copied before `save` returns. A
+        guarded tensor that is found changed before an update was announced makes the save fail, by name; not seen are
+        changes through `.data`, NumPy and custom kernels. Raises ConfigError, by name, for what changes weights
+        otherwise: FSDP1, embeddings with max_norm (at the first save), optimizers with train() and eval().
+        """
+        self._check_writable()
+        self._check_open()
+        return self._guards.add(what, hook)
+
+    def before_update(self) -> None:
+        """Announces a change of guarded tensors by what the caller does next: waits, at most `block_timeout`, until
+        copies from host memory are done and those from GPUs are under way, which the current streams then wait for."""
+        self._guards.before_update()
 
     def _check_writable(self) -> None:
         if self.mode == "r":
@@ -280,6 +302,7 @@ class CheckpointStore(Warming):
             return self._wait(work, left, "restore")
 
         self._settle(timeout)
+        before_updates()  # what it restores into may be in saves of other stores, too
         wish = Wish(state, step, strict, rename, allow_pickle)
         self._restores += 1
         group = f"stepwell/{self.run}/{self._settings.open_number}/{job.restarts}/restore-{self._restores}"
@@ -391,3 +414,13 @@ class CheckpointStore(Warming):
         ending = getattr(self, "ending", None)  # it is not there if opening failed
         if ending is not None and self._pid == os.getpid():
             ending.drop()
+
+
+def _leave(runtime: Runtime, writer: RunWriter, save: Save, blocked_s: float | None, waits: str = "save()") -> None:
+    """Who waits for a save's copies goes on before they are made. The loop hears of it before the state can change."""
+    try:
+        noted = runtime.start(writer.skip(save, blocked_s, waits))
+        concurrent.futures.wait([noted], SKIP_S)  # the next call must know of it
+    finally:
+        if save.running is not None:
+            save.running.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stepwell.catalog import Catalog
 from stepwell.clock import Clock
@@ -38,6 +38,7 @@ class Views:
         self._made: dict[Attempt, tuple[_Facts, CheckpointView]] = {}
         self.leaving: set[tuple[str, str]] = set()  # (checkpoint, tier) of copies that will be deleted
         self.brought: set[tuple[str, str]] = set()  # (checkpoint, tier) of policies' prefetches
+        self.being_saved: Callable[[], Collection[tuple[str, str]]] = tuple  # (checkpoint, tier) of saves on their way
         self.saving: Callable[[], bool] = lambda: False  # whether a save is on its way to the first tier
 
     async def look(self) -> View:
@@ -71,7 +72,8 @@ class Views:
         if len(self._made) > len(checkpoints):
             self._made = {attempt: made for attempt, made in self._made.items() if attempt in self._catalog.holdings}
         goals = [(name, goal) for name, flusher in self._flushers.items() for goal in flusher.goals]
-        promised: dict[tuple[str, str], frozenset[str] | None] = {}
+        saved = self.being_saved()
+        promised: dict[tuple[str, str], frozenset[str] | None] = dict.fromkeys(saved)
         for name, goal in goals:
             copy = (goal.attempt.folder, name)
             before = promised.get(copy, frozenset())
@@ -82,7 +84,7 @@ class Views:
             tiers=tuple(self._tier(tier) for tier in self._tiers),
             checkpoints=checkpoints,
             promised=promised,
-            running=frozenset((goal.attempt.folder, name) for name, goal in goals if goal.running),
+            running=frozenset((goal.attempt.folder, name) for name, goal in goals if goal.running).union(saved),
             brought=frozenset(self.brought),
         )
 
@@ -103,13 +105,16 @@ class Views:
     def _describe(self, attempt: Attempt, known: dict[str, Manifest]) -> CheckpointView:
         catalog, notes = self._catalog, self._catalog.notes
         last = next(reversed(known.values()), None)
+        # in memory each rank has its own part, and all of them decide alike
+        memory = {tier.info.name for tier in self._tiers if tier.info.scope == "process"}
+        whole = {name for name, m in known.items() if m.complete or (name in memory and not m.absent)}
         saved = {name: value for name, value in last.metrics.items() if isinstance(value, float)} if last else {}
         return CheckpointView(
             attempt.folder,
             attempt.step,
             max((manifest.size for manifest in known.values()), default=0),
-            frozenset(name for name, manifest in known.items() if manifest.complete),
-            frozenset(name for name, manifest in known.items() if not manifest.complete),
+            frozenset(whole),
+            frozenset(known.keys() - whole),
             parts=frozenset(part for manifest in known.values() for part in (*manifest.parts, *manifest.absent)),
             parts_on={name: frozenset(manifest.parts) for name, manifest in known.items()},
             abandoned=abandoned(attempt, catalog.rewinds),

@@ -20,6 +20,7 @@ from stepwell.flushwork import FlushWork
 from stepwell.format.names import Attempt
 from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
+from stepwell.memoryonly import MemoryOnly
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
 from stepwell.policies.base import Committed, Found, Noted, Opened, Policy
@@ -50,7 +51,7 @@ class RunWriter:
         self.owner = Ownership(chain)
         self.saver = Saver(chain, self.owner, self._keep)
         self.saver.on_named = lambda save, attempt: self._keep(self._foresee(save, attempt))
-        self._newest: tuple[Save, Attempt] | None = None  # the newest save that became durable
+        self._newest: tuple[Save, Attempt] | None = None  # the newest save that got where it goes first
         self.flushers = {
             tier.info.name: Flusher(tier, partial(self._flush_once, tier), chain.clock, Backoff(rng))
             for tier in chain.storage
@@ -82,6 +83,13 @@ class RunWriter:
         self._rescuing: asyncio.Task[None] | None = None
         self.owner.on_taken = self._taken
         self._below = [tier.info.name for tier in chain.storage[1:]]
+        self.memory = MemoryOnly(chain, self.owner, self.steering, lambda: self._saving.values())
+        self.saver.may_hold = chain.option(chain.first).by_rules and chain.host is not None
+        self.saver.goes_down, self.saver.let_older_go = self.steering.goes_down, self.memory.let_older_go
+        self.saver.all_have = self.memory.all_have
+        self.work.being_saved = self.saver.going_down
+        if self.saver.may_hold:
+            self.steering.views.being_saved = self.saver.going_down
 
     # -- saves ---------------------------------------------------------------------------
 
@@ -109,14 +117,19 @@ class RunWriter:
             log.exception("saving step %d failed", save.step)
             save.fail(error)
             return
-        self._tell_room(save)
-        save.mark_durable()
+        there = self._chain.tiers[0] if save.held else self._chain.first
+        if save.held:
+            save.mark_held()
+        else:
+            self._tell_room(save)
+            save.mark_durable()
         took = self._chain.clock.monotonic() - save.began
-        self.events.add("saved", attempt, self._chain.first.info.name, size_bytes=save.nbytes, seconds=took)
-        self._newest = save, attempt
+        self.events.add("saved", attempt, there.info.name, size_bytes=save.nbytes, seconds=took)
+        if self._newest is None or self._newest[1] < attempt:  # one that stays in memory is faster than one before it
+            self._newest = save, attempt
         try:
             await self._after_takeover()
-            await self.steering.on(Committed(attempt.folder, self._chain.first.info.name))
+            await self.steering.on(Committed(attempt.folder, there.info.name))
             await self._follow(save, attempt)
             await self.steering.look_for_idle()
         except asyncio.CancelledError:
@@ -126,8 +139,9 @@ class RunWriter:
             log.exception("deciding on step %d failed", save.step)
             save.fail(error, self._below)
 
-    async def skip(self, save: Save, blocked_s: float | None) -> None:
-        """Ends a save whose `save()` has blocked for so long, or was interrupted (None), and says so."""
+    async def skip(self, save: Save, blocked_s: float | None, waits: str = "save()") -> None:
+        """Ends a save whose `save()`, or what else waits for its copies, has blocked for so long, or was interrupted
+        (None), and says so."""
         if blocked_s is None:
             save.interrupted = True
             save.fail(StepwellError("save() was interrupted", step=save.step))
@@ -141,9 +155,9 @@ class RunWriter:
                 f"{format_bytes(sum(way.in_flight_bytes for way in ways))} are on their way to {first}, the oldest for "
                 f"{format_duration(oldest_s)}; host memory is {format_bytes(arena.capacity_bytes)}"
             )
-        log.error("step %d was skipped: save() blocked for %s: %s", save.step, format_duration(blocked_s), why)
-        self.events.add("skipped", save.step, reason=f"save() blocked for {format_duration(blocked_s)}: {why}")
-        what = f"a checkpoint of {format_bytes(save.nbytes)} was skipped: save() blocked for block_timeout"
+        log.error("step %d was skipped: %s blocked for %s: %s", save.step, waits, format_duration(blocked_s), why)
+        self.events.add("skipped", save.step, reason=f"{waits} blocked for {format_duration(blocked_s)}: {why}")
+        what = f"a checkpoint of {format_bytes(save.nbytes)} was skipped: {waits} blocked for block_timeout"
         todo = "The next save is tried again"
         save.fail(StepwellError(f"{what} ({format_duration(blocked_s)}): {why}", todo=todo, step=save.step))
 
@@ -154,7 +168,7 @@ class RunWriter:
 
     async def _follow(self, save: Save, attempt: Attempt) -> None:
         """Ties the save's waits to the flushes that policies have asked for."""
-        for tier in self._chain.storage[1:]:
+        for tier in self._chain.storage[0 if save.held else 1 :]:
             name, flusher = tier.info.name, self.flushers[tier.info.name]
             goal = next((g for g in flusher.goals if g.attempt == attempt and g.parts is None), None)
             if goal is not None:
@@ -168,6 +182,8 @@ class RunWriter:
                     save.fail(error, [name])
                 else:
                     save.mark_committed(name, self._chain.clock.monotonic())
+                    if save.held:
+                        save.mark_durable()
             else:
                 self._not_planned(save, name)
 
@@ -191,6 +207,8 @@ class RunWriter:
     def _flushed(self, save: Save, tier: str, done: asyncio.Future[None]) -> None:
         if (error := done.exception()) is None:
             save.mark_committed(tier, self._chain.clock.monotonic())
+            if save.held:
+                save.mark_durable()
         elif isinstance(error, NotPlanned):
             save.not_planned(tier, error)
         else:
@@ -252,6 +270,8 @@ class RunWriter:
         await self._after_takeover()
         if not await self.work.has(attempt, tier, parts):
             await self.flushers[tier.info.name].want(attempt, parts, Priority.RESTORE).wait()
+        if self._newest is not None and self._newest[0].held and self._newest[1] == attempt:
+            await self._follow(*self._newest)
 
     async def lift(
         self, attempt: Attempt, tier: Tier, job: Job, parts: Sequence[str] | None,
@@ -294,6 +314,7 @@ class RunWriter:
         self.events.add("failed", goal.attempt, flusher.tier.info.name, str(error))
 
     def _goal_done(self, goal: Goal) -> None:
+        self._tidy_memory()
         if goal.done.exception() is None:  # else what waits for idle tiers would ask for it again at once, for ever
             self._keep(self.steering.look_for_idle())
 
@@ -302,12 +323,20 @@ class RunWriter:
 
     async def noted(self, attempt: Attempt) -> None:
         """Metrics, tags or keeps of a checkpoint were changed by this process."""
-        if self.owner.taken:
-            await self.steering.on(Noted(attempt.folder))
+        if not self.owner.taken:
+            return
+        if self._chain.catalog.notes.kept(attempt) and self.memory.is_alone(attempt) and self.owner.job.world == 1:
+            self.flushers[self._chain.first.info.name].want(attempt)  # else it would end with this process
+        await self.steering.on(Noted(attempt.folder))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.saver.holding.discard(self._saving.pop(task))
         self.deleter.freed.set()  # or it will be, by what this save has made superfluous
+        self._tidy_memory()
+
+    def _tidy_memory(self) -> None:
+        if self.saver.may_hold:
+            self._keep(self.memory.let_older_go())
 
     # -- repairs -------------------------------------------------------------------------
 
@@ -375,6 +404,8 @@ class RunWriter:
         if self.owner.taken:
             self.deleter.hurry_all()
             await self._after_takeover()
+            if self.saver.may_hold and (newest := self.memory.newest()) is not None:
+                self.flushers[self._chain.first.info.name].want(newest)  # near, and so there first
             await self.steering.closing()
             if self._newest is not None:  # it may have to go where it was not planned to go before
                 await self._follow(*self._newest)

@@ -90,6 +90,12 @@ class _NoBytes:
     def pieces(self, start: int, stop: int) -> PieceMap:
         return NOWHERE
 
+    def gpu_pieces(self, start: int, stop: int) -> list[tuple[int, PieceMap]]:
+        return []
+
+    def has_host_pieces(self, start: int, stop: int) -> bool:
+        return True
+
 
 #: memory that takes time to copy from and to
 NOWHERE = cast(PieceMap, object())

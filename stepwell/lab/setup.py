@@ -20,14 +20,14 @@ from stepwell.lab.process import EPOCH_S, MODELS, Setup
 from stepwell.lab.speeds import Speeds
 from stepwell.lab.tier import Place
 from stepwell.lab.trace import Workload
-from stepwell.mover import ShardJob
+from stepwell.putting import ShardJob
 from stepwell.policies.base import Policy
 from stepwell.runtime import STAGING_BYTES
 from stepwell.saving import Order
 from stepwell.schema import DRIVERS, OTHER_DRIVER, TierConfig
 from stepwell.settings import Settings
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Survives, TierInfo
-from stepwell.tiers.host import HostTier
+from stepwell.tiers.host import HostTier, chunk_bytes_for
 from stepwell.units import format_bytes
 
 RUN = "lab"
@@ -100,7 +100,10 @@ def _host(tier: TierConfig, ranks: int, memory_bytes: int, state_bytes: int) -> 
         what = f"tier {tier.name} takes {format_bytes(size)}, and the node has {format_bytes(memory_bytes)}"
         raise ConfigError(what, todo="Say what the node has: --memory 512GiB", tier=tier.name)
     given = size if tier.capacity is not None or tier.shared else None
-    host = HostTier(eviction_of(tier), given, tier.name, memory=Region, background=False, ahead=False)
+    host = HostTier(
+        eviction_of(tier), given, tier.name, memory=Region, background=False, ahead=False,
+        chunk_bytes=chunk_bytes_for(None if tier.shared else given),
+    )  # fmt: skip
     if given is None:
         host.grow(size)
         host.grows = False  # a save would ask this machine how much more there is

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.helpers import Cli
 
 MACHINE = {
-    "kernel", "io_uring", "crc32c", "torch", "cuda_devices", "memory_limit_bytes", "memory_free_bytes",
+    "kernel", "io_uring", "crc32c", "torch", "cuda_devices", "gpu_copies", "memory_limit_bytes", "memory_free_bytes",
     "host_tier_bytes", "huge_pages", "memlock_bytes", "open_files", "config",
 }  # fmt: skip
 

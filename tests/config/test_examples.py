@@ -73,7 +73,7 @@ def test_the_cluster_does_what_its_comments_say(places: dict[str, str]) -> None:
     assert [(type(policy).__name__, vars(policy)["tier"]) for policy in made.policies] == [
         ("FlushNewest", "pfs"), ("FlushRule", "pfs"), ("FlushRule", "pfs"), ("Retain", "nvme"), ("Retain", "pfs"),
     ]  # fmt: skip
-    assert made.options == {"nvme": TierOptions(), "pfs": TierOptions(1800.0, "size")}
+    assert made.options == {"nvme": TierOptions(), "pfs": TierOptions(1800.0, "size", by_rules=True)}
     assert made.settings == {"max_unsaved": 3600.0, "block_timeout": 120.0}
 
 

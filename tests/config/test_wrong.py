@@ -44,6 +44,7 @@ timeout = "30s"
 )
 BEST = '{ metric = "eval/acc", mode = "max", count = 2 }'
 
+HOST_LINES = 'name = "host"\ndriver = "host"\ncapacity = "25%"\nevict = "lru"'
 HOST = '[[tier]]\nname = "host"\ndriver = "host"\n'
 MEMORY = '[[tier]]\nname = "m"\ndriver = "memory"\n'
 
@@ -135,10 +136,10 @@ CHANGED: dict[str, tuple[str, str, str, str | None, str]] = {
                                "pfs", "text, got whole number.*Write policy"),
     "flush: hidden field": ("{ every_steps = 1000 }", "{ keywords = {} }", "tier[2].flush[1].keywords", "pfs",
                             "no key 'keywords'"),
-    "flush: a rule for the first storage tier": ('"reboot"', '"reboot"\nflush = { every_steps = 9 }', "tier[1].flush",
-                                                 "nvme", "first storage tier: every save goes there.*tier below"),
-    "flush: at-close for the first storage tier": ('"reboot"', '"reboot"\nflush = "at-close"', "tier[1].flush",
-                                                   "nvme", "first storage tier: every save goes there.*tier below"),
+    "flush: a rule for the first tier": (HOST_LINES, 'name = "m"\ndriver = "memory"\nflush = { every_steps = 9 }',
+                                         "tier[0].flush", "m", "first tier: there is nothing above.*add a host tier"),
+    "flush: at-close for the first tier": (HOST_LINES, 'name = "m"\ndriver = "memory"\nflush = "at-close"',
+                                           "tier[0].flush", "m", "first tier: there is nothing above.*tier below"),
     "a rule's key in the tier": ('"reboot"', '"reboot"\nparts = ["model"]', "tier[1].parts", "nvme",
                                  "inside a rule, flush = { parts"),
     "a window in the tier": ('"reboot"', '"reboot"\nevery_steps = 5', "tier[1].every_steps", "nvme",

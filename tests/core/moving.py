@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.mover import Mover, ShardJob
+from stepwell.mover import Mover
+from stepwell.putting import ShardJob
 from stepwell.native import AsyncEngine, Engine, PieceMap, Region
 from stepwell.policies.evict import LRU
 from stepwell.reading import Healing, Reading
@@ -35,6 +36,12 @@ class State:
 
     def pieces(self, start: int, stop: int) -> PieceMap:
         return self.map
+
+    def gpu_pieces(self, start: int, stop: int) -> list[tuple[int, PieceMap]]:
+        return []
+
+    def has_host_pieces(self, start: int, stop: int) -> bool:
+        return True
 
     @property
     def map(self) -> PieceMap:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stepwell.errors import TierError
-from stepwell.mover import ShardJob
+from stepwell.putting import ShardJob
 from stepwell.reading import Healing, Reading
 from stepwell.tiers.base import RecordKey, Reservation, ShardKey
 from stepwell.tiers.host import Priority

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepwell.errors import CorruptData, TierError
-from stepwell.mover import ShardJob
+from stepwell.putting import ShardJob
 from stepwell.ranges import Read
 from stepwell.reading import Caller, Healing, Reading
 from stepwell.tiers.host import Priority

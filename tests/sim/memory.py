@@ -168,3 +168,9 @@ class Tokens:
         """As a shard's source gives them."""
         assert 0 <= start <= stop
         return cast(PieceMap, self)
+
+    def gpu_pieces(self, start: int, stop: int) -> list[tuple[int, PieceMap]]:
+        return []
+
+    def has_host_pieces(self, start: int, stop: int) -> bool:
+        return True

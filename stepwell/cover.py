@@ -1,0 +1,227 @@
+"""Cover: which bytes of a save may still be copied after save() has returned, and who waits for which of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepwell.errors import StateError, StepwellError
+from stepwell.native import Latch
+from stepwell.state import ShardPlan, Snapshot
+from stepwell.state.whereabouts import HOST
+
+#: owners are numbers: of a guard, or of several that cover the same tensors; these are of bytes that no guard covers,
+#: and of those that never change (a file's header)
+UNCOVERED, FIXED = -1, -2
+#: smaller tensors are copied before save() returns, as DESIGN.md says: optimizers keep numbers in them
+COVERED_BYTES_MIN = 4096
+#: what is not covered is put aside before save() returns if it is smaller, and all of it together is no more than that
+STASH_BYTES, STASH_BYTES_MAX = 1 << 20, 64 << 20
+
+Owners = np.ndarray[Any, np.dtype[np.intp]]
+Place = tuple[int, int]  # (owner, GPU or HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCover:
+    """What waits for one chunk. urgent: save() does."""
+
+    urgent: bool = True
+    host: tuple[Latch, ...] = ()  # go down once the chunk's bytes in host memory are copied
+    gpu: Mapping[int, tuple[Latch, ...]] = field(default_factory=dict)  # once copies from that GPU are under way
+
+
+UNGUARDED = ChunkCover()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is worked out once for a plan and the guards of its leaves: for each shard, who waits for each chunk."""
+
+    chunks: list[list[tuple[bool, frozenset[Place]]]]  # of each shard: (urgent, whose bytes are in it)
+    counts: Mapping[Place, int]  # how many chunks have bytes of theirs
+    urgent: bool  # whether save() must wait for any chunk
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardPlan], owners: Owners, places: Owners, chunk_bytes: int) -> Layout:
+        """owners: of each leaf, its owner. places: of each leaf, its GPU or HOST."""
+        chunks = [_chunks(shard, owners, places, chunk_bytes) for shard in shards]
+        counts = Counter(place for shard in chunks for _, found in shard for place in found)
+        return cls(chunks, counts, any(urgent for shard in chunks for urgent, _ in shard))
+
+
+def _chunks(shard: ShardPlan, owners: Owners, places: Owners, chunk_bytes: int) -> list[tuple[bool, frozenset[Place]]]:
+    mine = np.concatenate(([FIXED], owners[shard.leaves]))
+    there = np.concatenate(([HOST], places[shard.leaves]))
+    pairs, kinds = np.unique(np.stack((mine, there)), axis=1, return_inverse=True)
+    kinds = kinds.reshape(-1)
+    starts = np.arange(0, shard.size, chunk_bytes, dtype=np.uint64)
+    stops = np.minimum(starts + np.uint64(chunk_bytes), np.uint64(shard.size))
+    first = np.searchsorted(shard.offsets, starts, side="right") - 1
+    last = np.searchsorted(shard.offsets, stops, side="left")
+    known: dict[tuple[int, ...], tuple[bool, frozenset[Place]]] = {}  # most chunks are alike
+    out = []
+    for begin, end in zip(first.tolist(), last.tolist(), strict=True):
+        key = tuple(set(kinds[begin:end].tolist()))
+        if key not in known:
+            found = [(int(owner), int(place)) for owner, place in pairs[:, key].T]
+            known[key] = (
+                any(owner == UNCOVERED for owner, _ in found),
+                frozenset(each for each in found if each[0] >= 0),
+            )
+        out.append(known[key])
+    return out
+
+
+class Cover:
+    """Of one save: latches that go down as its chunks are copied, and whether tensors have changed too early.
+
+    Safe to use from any thread. No lock: a signal handler may wait for the event loop while the thread that it
+    interrupts is in here.
+    """
+
+    def __init__(
+        self, layout: Layout, snapshot: Snapshot, leaves: Sequence[Sequence[int]], owners: Sequence[tuple[Any, ...]]
+    ) -> None:
+        """leaves: of each owner, those that it covers; their tensors must not change before they are copied, or before
+        their update is let through. owners: the guards that each of them stands for."""
+        self.urgent, self.owners = layout.urgent, owners
+        self.latches = {place: Latch(count) for place, count in layout.counts.items()}
+        self._layout, self._names = layout, snapshot.plan.structure.names
+        self._watched = {owner: _Watched(mine, snapshot.tensors) for owner, mine in enumerate(leaves)}
+        self._error: StepwellError | None = None
+
+    def chunks(self, shard: int) -> list[ChunkCover]:
+        """What waits for each chunk of a shard."""
+        made: dict[tuple[bool, frozenset[Place]], ChunkCover] = {}
+        return [made.get(each) or made.setdefault(each, self._chunk(*each)) for each in self._layout.chunks[shard]]
+
+    def _chunk(self, urgent: bool, found: frozenset[Place]) -> ChunkCover:
+        gpu: dict[int, tuple[Latch, ...]] = {}
+        for owner, place in sorted(found):
+            if place != HOST:
+                gpu[place] = (*gpu.get(place, ()), self.latches[owner, place])
+        host = tuple(self.latches[each] for each in sorted(found) if each[1] == HOST)
+        return ChunkCover(urgent, host, gpu)
+
+    def waits_for(self, owner: int) -> list[tuple[int, Latch]]:
+        """The latches of an owner, each with its place."""
+        return [(place, latch) for (each, place), latch in self.latches.items() if each == owner]
+
+    def let_through(self, owner: int) -> None:
+        """Looks, for the last time, whether its tensors are still those of the save: an update changes them now."""
+        watched = self._watched.get(owner)
+        if watched is not None:
+            if (leaf := watched.changed()) is not None:
+                self.spoil(_changed(self._names[leaf]))  # first: who finds nothing left to look at must find this
+            self._watched.pop(owner, None)
+
+    def spoil(self, why: StepwellError) -> None:
+        """The snapshot is not to be used: what is copied from now on need not be the state of its save."""
+        self._error = self._error or why
+
+    def copied(self) -> StepwellError | None:
+        """All is copied. Returns why the snapshot is not to be used, if so. For the event loop."""
+        for owner in tuple(self._watched):
+            watched = self._watched.get(owner)
+            leaf = None if watched is None else watched.changed()
+            # an update that was let through meanwhile has looked by itself, and may be what has changed it
+            if self._watched.pop(owner, None) is not None and leaf is not None:
+                self.spoil(_changed(self._names[leaf]))
+        return self._error
+
+    def end(self) -> None:
+        """Nobody waits any more: all is copied, or the save has failed. Idempotent."""
+        self._watched.clear()
+        for latch in self.latches.values():
+            latch.open()
+
+
+class _Watched:
+    """Tensors that one owner covers, with their versions at the save."""
+
+    def __init__(self, leaves: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self._leaves, self._tensors = leaves, list(map(tensors.__getitem__, leaves))
+        self._versions = _versions(self._tensors)
+
+    def changed(self) -> int | None:
+        """A leaf that is not what it was; None if there is none."""
+        now = _versions(self._tensors)
+        if now == self._versions:
+            return None
+        return next(leaf for leaf, old, new in zip(self._leaves, self._versions, now, strict=True) if old != new)
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(attrgetter("_version"), tensors))
+    except RuntimeError:  # inference tensors count none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _changed(name: str) -> StateError:
+    return StateError(
+        "the tensor was changed after save() and before an update of its guard was announced, so the snapshot may hold "
+        "a mix",
+        key=name,
+        todo="Call store.before_update() before such a change, or do not guard that tensor",
+    )
+
+
+class Stash:
+    """Small tensors that no guard covers: their bytes are copied before save() returns, on GPUs in the order of the
+    current stream. Made once for a plan and the addresses of its leaves."""
+
+    def __init__(self, snapshot: Snapshot, owners: Owners, places: Owners) -> None:
+        structure = snapshot.plan.structure
+        sizes = structure.sizes.astype(np.intp)
+        wanted = (owners == UNCOVERED) & (sizes > 0) & (sizes < STASH_BYTES)
+        wanted[[leaf for leaf, _ in structure.lazy]] = False
+        if int(sizes[wanted].sum()) > STASH_BYTES_MAX:
+            wanted[:] = False
+        self.leaves = np.flatnonzero(wanted)
+        self._sizes = sizes[self.leaves]
+        self._on_host = _Shelf(np.flatnonzero(places[self.leaves] == HOST), self._sizes)
+        self._on_gpu = []
+        for gpu in np.unique(places[self.leaves]).tolist():
+            if gpu != HOST:
+                shelf = _Shelf(np.flatnonzero(places[self.leaves] == gpu), self._sizes)
+                mine = [snapshot.tensors[leaf] for leaf in self.leaves[shelf.members].tolist()]
+                self._on_gpu.append((shelf, [each.detach().reshape(-1).view(torch.uint8) for each in mine]))
+
+    def put_aside(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot, with these leaves' bytes in memory of its own."""
+        if not len(self.leaves):
+            return snapshot
+        addresses, kept = snapshot.addresses.copy(), list(snapshot.tensors)
+        shelf = self._on_host
+        if shelf.total:
+            memory = torch.empty(shelf.total, dtype=torch.uint8)
+            targets = (shelf.offsets + memory.data_ptr()).tolist()
+            leaves = self.leaves[shelf.members]
+            for target, source, size in zip(targets, addresses[leaves].tolist(), shelf.sizes, strict=True):
+                ctypes.memmove(target, source, size)
+            addresses[leaves] = targets
+            kept.append(memory)
+        for shelf, flat in self._on_gpu:
+            memory = torch.cat(flat)
+            addresses[self.leaves[shelf.members]] = shelf.offsets + memory.data_ptr()
+            kept.append(memory)
+        return replace(snapshot, addresses=addresses, tensors=kept)
+
+
+class _Shelf:
+    """Where in one piece of memory each of them lies, one behind the other."""
+
+    def __init__(self, members: Owners, sizes: Owners) -> None:
+        self.members, mine = members, sizes[members]
+        self.sizes: list[int] = mine.tolist()
+        self.offsets = np.cumsum(mine) - mine
+        self.total = int(mine.sum())

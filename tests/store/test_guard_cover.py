@@ -1,0 +1,76 @@
+"""Who waits for which chunk, and what is put aside, against a model that looks at each byte."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepwell.cover import FIXED, STASH_BYTES, STASH_BYTES_MAX, UNCOVERED, Layout, Stash
+from stepwell.state import Snapshot, capture
+from stepwell.state.whereabouts import HOST
+
+CHUNK = 4096
+sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
+
+
+def _captured(lengths: list[int]) -> Snapshot:
+    return capture({"model": {f"w{i}": torch.arange(n, dtype=torch.uint8) for i, n in enumerate(lengths)}})
+
+
+@given(lengths=sizes, data=st.data())
+@settings(max_examples=60)
+def test_each_chunk_waits_for_the_owners_of_its_bytes(lengths: list[int], data: st.DataObject) -> None:
+    snapshot = _captured(lengths)
+    count = len(snapshot.plan.structure.names)
+    owners = np.array([data.draw(st.sampled_from([UNCOVERED, FIXED, 0, 1])) for _ in range(count)], np.intp)
+    places = np.array([data.draw(st.sampled_from([HOST, 0, 1])) for _ in range(count)], np.intp)
+    layout = Layout.of(snapshot.plan.shards, owners, places, CHUNK)
+    counts: dict[tuple[int, int], int] = {}
+    for shard, chunks in zip(snapshot.plan.shards, layout.chunks, strict=True):
+        whose = [(FIXED, HOST)] * len(shard.header)
+        for leaf, begin, end in zip(shard.leaves, shard.offsets[1:], shard.offsets[2:], strict=False):
+            whose += [(int(owners[leaf]), int(places[leaf]))] * int(end - begin)
+        assert len(whose) == shard.size and len(chunks) == -(-shard.size // CHUNK)
+        for number, (urgent, found) in enumerate(chunks):
+            mine = set(whose[number * CHUNK : (number + 1) * CHUNK])
+            assert urgent == any(owner == UNCOVERED for owner, _ in mine)
+            assert found == {each for each in mine if each[0] >= 0}
+            for each in found:
+                counts[each] = counts.get(each, 0) + 1
+    assert dict(layout.counts) == counts
+    assert layout.urgent == any(urgent for chunks in layout.chunks for urgent, _ in chunks)
+
+
+def _bytes(snapshot: Snapshot, leaf: int) -> bytes:
+    size = int(snapshot.plan.structure.sizes[leaf])
+    return ctypes.string_at(int(snapshot.addresses[leaf]), size) if size else b""
+
+
+@given(lengths=sizes, data=st.data())
+@settings(max_examples=60)
+def test_what_is_put_aside_does_not_change_any_more(lengths: list[int], data: st.DataObject) -> None:
+    snapshot = _captured(lengths)
+    count = len(snapshot.plan.structure.names)
+    owners = np.array([data.draw(st.sampled_from([UNCOVERED, FIXED, 0])) for _ in range(count)], np.intp)
+    stash = Stash(snapshot, owners, snapshot.plan.structure.gpus)
+    assert stash.leaves.tolist() == [leaf for leaf in range(count) if owners[leaf] == UNCOVERED and lengths[leaf]]
+    before = [_bytes(snapshot, leaf) for leaf in range(count)]
+    aside = stash.put_aside(snapshot)
+    for tensor in snapshot.tensors:
+        tensor.add_(1)
+    for leaf in range(count):
+        changed = bytes((each + 1) % 256 for each in before[leaf])
+        assert _bytes(aside, leaf) == (before[leaf] if leaf in stash.leaves else changed)
+
+
+def test_large_tensors_and_too_many_are_not_put_aside() -> None:
+    snapshot = _captured([STASH_BYTES, STASH_BYTES - 1])
+    owners = np.full(2, UNCOVERED, np.intp)
+    assert Stash(snapshot, owners, snapshot.plan.structure.gpus).leaves.tolist() == [1]
+    many = _captured([STASH_BYTES - 1] * (STASH_BYTES_MAX // STASH_BYTES + 1))
+    owners = np.full(len(many.plan.structure.names), UNCOVERED, np.intp)
+    assert not len(Stash(many, owners, many.plan.structure.gpus).leaves)
