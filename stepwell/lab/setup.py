@@ -20,8 +20,8 @@ from stepwell.lab.process import EPOCH_S, MODELS, Setup
 from stepwell.lab.speeds import Speeds
 from stepwell.lab.tier import Place
 from stepwell.lab.trace import Workload
-from stepwell.putting import ShardJob
 from stepwell.policies.base import Policy
+from stepwell.putting import ShardJob
 from stepwell.runtime import STAGING_BYTES
 from stepwell.saving import Order
 from stepwell.schema import DRIVERS, OTHER_DRIVER, TierConfig

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from stepwell.mover import Mover
-from stepwell.putting import ShardJob
 from stepwell.native import AsyncEngine, Engine, PieceMap, Region
 from stepwell.policies.evict import LRU
+from stepwell.putting import ShardJob
 from stepwell.reading import Healing, Reading
 from stepwell.tiers._slices import Memory
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Reservation, ShardKey, Tier
