@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from stepwell.errors import StateError, StepwellError
 from stepwell.native import Latch
+from stepwell.putting import ChunkCover
 from stepwell.state import ShardPlan, Snapshot
 from stepwell.state.whereabouts import HOST
 
@@ -27,18 +28,6 @@ STASH_BYTES, STASH_BYTES_MAX = 1 << 20, 64 << 20
 
 Owners = np.ndarray[Any, np.dtype[np.intp]]
 Place = tuple[int, int]  # (owner, GPU or HOST)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCover:
-    """What waits for one chunk. urgent: save() does."""
-
-    urgent: bool = True
-    host: tuple[Latch, ...] = ()  # go down once the chunk's bytes in host memory are copied
-    gpu: Mapping[int, tuple[Latch, ...]] = field(default_factory=dict)  # once copies from that GPU are under way
-
-
-UNGUARDED = ChunkCover()
 
 
 @dataclass(frozen=True, slots=True)

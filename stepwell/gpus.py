@@ -10,8 +10,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from stepwell.fetching import Copier
 from stepwell.native import AsyncEngine, DeviceEngine, Latch, Mark, _kernels
 from stepwell.tiers.host import Arena
@@ -23,6 +21,8 @@ CUDA = "libcuda.so.1"
 
 def current_stream(gpu: int) -> int:
     """The handle of the stream that torch enqueues work on now, on this thread."""
+    import torch  # not before there is a tensor to copy: the command line does without
+
     return int(torch.cuda.current_stream(gpu).cuda_stream)
 
 

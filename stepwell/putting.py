@@ -10,12 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from stepwell.cover import UNGUARDED, ChunkCover
 from stepwell.edges import Edge, Turn
 from stepwell.errors import StepwellError, TierFull
 from stepwell.fetching import Fetching, raise_failed
 from stepwell.groups import Countdown, Group
-from stepwell.native import BLOCK_BYTES, Done, Job, Mark, Op, PieceMap, Ticket
+from stepwell.native import BLOCK_BYTES, Done, Job, Latch, Mark, Op, PieceMap, Ticket
 from stepwell.ranges import Read
 from stepwell.reading import Crcs
 from stepwell.tiers.base import ChunkIO, ShardKey, Tier
@@ -27,6 +26,18 @@ BATCH = 16
 #: stop it, and no more, so that asking for them is spread over the time that they take. Training's own thread needs
 #: the interpreter, too, and most of all when an iteration begins
 GPU_AHEAD_BYTES = 3 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCover:
+    """What waits for one chunk. urgent: save() does."""
+
+    urgent: bool = True
+    host: tuple[Latch, ...] = ()  # go down once the chunk's bytes in host memory are copied
+    gpu: Mapping[int, tuple[Latch, ...]] = field(default_factory=dict)  # once copies from that GPU are under way
+
+
+UNGUARDED = ChunkCover()
 
 
 class Source(Protocol):
