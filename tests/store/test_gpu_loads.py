@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import stepwell
-from stepwell.gpus import Gpus
 from stepwell.runtime import Runtime
 from tests.fakecuda import USER, FakeCuda, build
+from tests.gpus import stand_in
 from tests.state.memory import assert_same
-from tests.state.standing import Standing, standing
+from tests.state.standing import Standing
 
 
 @pytest.fixture(scope="session")
@@ -26,18 +26,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
 
 @pytest.fixture
 def gpus(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standing]:
-    driver.reset()
-    stream, runtime = driver.stream(), Runtime.get()
-    made = Gpus(driver.path, stream=lambda gpu: stream, kernels=lambda engine, index: None)
-    monkeypatch.setattr(runtime, "gpus", made)
-
-    async def close() -> None:
-        made.close()
-
-    with standing() as found:
+    with stand_in(driver, monkeypatch, kernels=False) as (found, _):
         yield found
-    runtime.run(close())
-    driver.end_stream(stream)
 
 
 def _state(scale: float) -> dict[str, Any]:

@@ -13,11 +13,9 @@ import torch
 
 import stepwell
 from stepwell.errors import SaveFailed
-from stepwell.gpus import Gpus
-from stepwell.native import DeviceEngine
-from stepwell.runtime import Runtime
-from tests.fakecuda import ENGINE, GATHER, SCATTER, FakeCuda, build
-from tests.state.standing import Standing, standing
+from tests.fakecuda import ENGINE, FakeCuda, build
+from tests.gpus import stand_in
+from tests.state.standing import Standing
 
 CONFIG = """
 [[tier]]
@@ -81,25 +79,8 @@ class Bench:
 
 @pytest.fixture
 def bench(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    driver.reset()
-    before, stream, runtime = driver.owned(), driver.stream(), Runtime.get()
-
-    def kernels(engine: DeviceEngine, index: int) -> None:
-        engine.use_kernels(GATHER, SCATTER)
-
-    made = Gpus(driver.path, stream=lambda gpu: stream, kernels=kernels)
-    monkeypatch.setattr(runtime, "gpus", made)
-
-    async def close() -> None:
-        made.close()
-
-    with standing() as on:
+    with stand_in(driver, monkeypatch, kernels=True) as (on, stream):
         yield Bench(driver, on, stream, 1)
-    driver.reset()
-    runtime.run(close())
-    driver.finish(stream)
-    driver.end_stream(stream)
-    assert driver.owned() == before
 
 
 def _open(folder: Path, capacity: str = "96MiB", flush: str = "[{ every_steps = 1 }]") -> stepwell.CheckpointStore:
