@@ -298,10 +298,10 @@ class Saver:
             granted = await try_reserve(host, jobs) if has_room(host, jobs) else None
             if isinstance(granted, list):
                 return granted
-            if committed is not None:  # then the one before that is superfluous
+            if committed is not None and not committed.done():  # then the one before that is superfluous
                 await asyncio.shield(committed)
-            if not has_room(host, jobs) and not await self.let_older_go():
-                raise no_memory(order.step, said_of(host, jobs))
+            elif not await self.let_older_go():
+                raise no_memory(order.step, said_of(host, jobs) if granted is None else granted.detail)
 
     async def _commit_host(
         self,

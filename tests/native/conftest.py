@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.native import DeviceEngine, Done, Engine, Job, Region, probe_uring
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import GATHER, SCATTER, FakeCuda, build
 
 WAIT_SECONDS = 100.0  # a hang is a failure, not a wait
 
@@ -128,3 +128,10 @@ def make_device(fake: FakeCuda) -> Iterator[MakeDevice]:
     fake.reset()
     assert all([engine.close() for engine in made])
     made.clear()
+
+
+@pytest.fixture
+def gpu(make_device: MakeDevice) -> DeviceEngine:
+    engine = make_device()
+    engine.use_kernels(GATHER, SCATTER)
+    return engine

@@ -64,13 +64,6 @@ class Memory:
 
 
 @pytest.fixture
-def gpu(make_device: MakeDevice) -> DeviceEngine:
-    engine = make_device()
-    engine.use_kernels(GATHER, SCATTER)
-    return engine
-
-
-@pytest.fixture
 def memory(gpu: DeviceEngine, fake: FakeCuda) -> Iterator[Memory]:
     memory = Memory(gpu)
     yield memory

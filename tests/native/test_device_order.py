@@ -12,20 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stepwell.native import DeviceEngine, Done, Engine, Job, Latch, Op, PieceMap, Region, Ticket
-from tests.fakecuda import ENGINE, GATHER, SCATTER, USER, FakeCuda
+from tests.fakecuda import ENGINE, USER, FakeCuda
 
 Run = Callable[[Engine, list[Job]], list[Done]]
 Wait = Callable[[Engine, int], list[Done]]
 MakeDevice = Callable[..., DeviceEngine]
 WAIT_S = 60.0
 SIZE = 8192  # of the region that a job of these tests fills
-
-
-@pytest.fixture
-def gpu(make_device: MakeDevice) -> DeviceEngine:
-    engine = make_device()
-    engine.use_kernels(GATHER, SCATTER)
-    return engine
 
 
 @pytest.fixture

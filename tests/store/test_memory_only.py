@@ -196,3 +196,15 @@ def test_retention_below_counts_only_what_is_there(tmp_path: Path) -> None:
             store.save(step, state(step)).wait("host")
         eventually(lambda: folders(tmp_path / "nvme") == [6, 8])
         assert restored(store) == 9
+
+
+def test_room_that_is_pinned_for_what_is_not_there_yet_is_no_room_and_nobody_turns_in_circles(tmp_path: Path) -> None:
+    with opened(config(tmp_path, host="64MiB", nvme="flush = 'at-close'")) as store:
+        arena = store.mover.arena
+        store._runtime.loop.call_soon_threadsafe(arena.pin, "another run's model", range(arena.kept_max))
+        with pytest.raises(SaveFailed, match="no room for it"):
+            store.save(1, state(1)).wait("host", timeout=30)
+        store._runtime.loop.call_soon_threadsafe(arena.pin, "another run's model", range(arena.kept_max), -1)
+        with pytest.raises(SaveFailed, match="first save"):
+            store.save(2, state(2))
+        store.save(3, state(3)).wait("host")
