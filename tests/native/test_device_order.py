@@ -143,6 +143,7 @@ def test_a_release_covers_all_jobs_whoever_opened_the_latch(
     fake.go()
     wait(gpu, 2)
     wait(copier, 1)
+    fake.finish(stream)  # it writes to these arrays
     assert bytes(pinned.view(0, 3 * SIZE)) == b"\x01" * (3 * SIZE)
 
 
