@@ -3,7 +3,8 @@
 Knows nothing of the rest of stepwell. An `Engine` moves bytes between memory and files (io_uring, or
 threads where that is missing) and between memory and memory, checksumming on the way; `Ticket`s chain
 jobs across engines without Python; `AsyncEngine` brings completions to asyncio. A `DeviceEngine` moves bytes
-between host memory and a GPU's; `Latch`es are what user threads wait for, `Mark`s what a GPU's copies do.
+between host memory and a GPU's, and within that; `Latch`es are what user threads wait for, `Mark`s what a GPU's
+copies do.
 """
 
 try:
@@ -15,7 +16,7 @@ except ImportError as error:
     ) from error
 
 from stepwell.native._checksum import crc32c, crc32c_combine, features, force_crc32c
-from stepwell.native._device import DeviceEngine, probe_device
+from stepwell.native._device import TRIP_ALLOC, TRIP_FREE, DeviceEngine, device_total_bytes, probe_device, trip_library
 from stepwell.native._engine_face import Engine, EngineStatistics, probe_uring
 from stepwell.native._jobs import ALIGN_BYTES, BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
 from stepwell.native._latches import Latch, Mark
@@ -25,6 +26,8 @@ from stepwell.native.aio import AsyncEngine
 __all__ = [
     "ALIGN_BYTES",
     "BLOCK_BYTES",
+    "TRIP_ALLOC",
+    "TRIP_FREE",
     "AsyncEngine",
     "DeviceEngine",
     "Done",
@@ -41,6 +44,7 @@ __all__ = [
     "allocate",
     "crc32c",
     "crc32c_combine",
+    "device_total_bytes",
     "features",
     "fence",
     "force_crc32c",
@@ -48,4 +52,5 @@ __all__ = [
     "memory_kind",
     "probe_device",
     "probe_uring",
+    "trip_library",
 ]

@@ -1,12 +1,13 @@
-"""The engine of a GPU: moves bytes between slots of host memory and pieces of the device's memory."""
+"""The engine of a GPU: moves bytes between pieces of the device's memory and slots, in host memory or in its own."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from stepwell.native import _engine
 from stepwell.native._engine import ffi, lib
 from stepwell.native._engine_face import Engine, make_engine
 from stepwell.native._latches import Latch, Mark
@@ -14,6 +15,8 @@ from stepwell.native._latches import Latch, Mark
 LIBRARY = "libcuda.so.1"  # comes with NVIDIA's kernel driver, not with CUDA's toolkit
 DEPTH = 512  # jobs issued and not ended; a stream takes about a thousand copies before it blocks who issues one
 TEXT_BYTES = 256
+NOT_ALLOCATED = "no memory was allocated there, or it was lent and has been freed"
+TRIP_ALLOC, TRIP_FREE = "stepwell_trip_alloc", "stepwell_trip_free"  # functions of `trip_library`
 
 
 def probe_device(library: str = LIBRARY) -> tuple[bool, str]:
@@ -23,15 +26,34 @@ def probe_device(library: str = LIBRARY) -> tuple[bool, str]:
     return count > 0, ffi.string(reason).decode()
 
 
+def device_total_bytes(device: int, library: str = LIBRARY) -> int:
+    """All memory of a device, whoever uses it, found without using the device. Raises OSError in the driver's words."""
+    reason = ffi.new("char[]", TEXT_BYTES)
+    total = lib.sw_cuda_total_bytes(library.encode(), device, reason, TEXT_BYTES)
+    if total < 0:
+        raise OSError(-total, f"memory of device {device}: {ffi.string(reason).decode()}")
+    return total
+
+
+def trip_library() -> str:
+    """The path of a library whose functions TRIP_ALLOC and TRIP_FREE are as torch's CUDAPluggableAllocator takes them.
+
+    The first gives blocks of a device that an engine is open for. The second frees one, and then all memory that is
+    lent there: where torch keeps a block that nobody uses, it does that before it would raise for want of memory.
+    """
+    return _engine.__file__
+
+
 class DeviceEngine(Engine):
-    """Runs D2H and H2D jobs of one device, in native threads, on streams of its own.
+    """Runs D2H, H2D, PACK and UNPACK jobs of one device, in native threads, on streams of its own.
 
     Jobs are issued, and end, in the order in which they were submitted (those with `after`: in which they became
     ready). Give each direction an engine of its own: copies of both ways overlap then. `library`: the driver's.
     depth: jobs issued and not ended, up to 1024. Raises OSError if the device cannot be used.
 
-    `mark`, `release`, `pin` and `unpin` take no lock of the engine, so that a caller whose stream is full holds up
-    nobody. They raise OSError with the driver's own words, EBUSY if the stream is being captured into a graph.
+    `mark`, `release`, `pin`, `unpin` and what is about memory take no lock of the engine, so that a caller whose stream
+    is full holds up nobody. They raise OSError with the driver's own words, EBUSY if the stream is being captured into
+    a graph.
     """
 
     def __init__(self, name: str, device: int, *, library: str = LIBRARY, depth: int = DEPTH) -> None:
@@ -74,15 +96,59 @@ class DeviceEngine(Engine):
         """Takes back a `pin`. No job of any engine may be using the memory."""
         self._check(lambda cuda: lib.sw_cuda_unpin(cuda, address), "unpinning memory")
 
-    def use_kernels(self, gather: int, scatter: int) -> None:
-        """Functions (CUfunction) of the device, compiled from `stepwell.native._kernels.SOURCE`, that small pieces
-        cross together with from the next job on; 0: each piece is a copy of its own. They must outlive the engine."""
+    def allocate(self, size: int) -> int:
+        """The address of `size` bytes of the device's memory, aligned to 256 or more, with anything in them; to be
+        freed, or lent, before the engine is closed. Raises OSError: with ENOMEM there is not as much now; with
+        EADDRINUSE what was lent there was freed, and has to be asked for by `take_back` (or `free`) first."""
+        if size <= 0:
+            raise ValueError(f"memory of a device is at least one byte, not {size}")
+        out = ffi.new("uint64_t *")
+        reused = "memory that was lent was freed there, and who lent it has not been told"
+        self._check(lambda cuda: lib.sw_cuda_allocate(cuda, size, out), f"allocating {size} bytes", reused)
+        return int(out[0])
+
+    def free(self, address: int) -> None:
+        """Gives back an `allocate` of any engine of the device. No job may be using the memory. It may wait for all
+        that the device is doing. Raises OSError with EINVAL if it is not allocated, or was lent and is gone."""
+        self._check(lambda cuda: lib.sw_cuda_free(cuda, address), "freeing memory", NOT_ALLOCATED)
+
+    def lend(self, addresses: Sequence[int]) -> None:
+        """From now on these, each of an `allocate`, may be freed at any moment by the tripwire, see `trip_library`; at
+        the latest they are when the engine that allocated them is closed. No job may be using them. Every one is to be
+        asked for by `take_back` in time. Raises OSError with EINVAL if one is not allocated; none is lent then."""
+        given = ffi.new("uint64_t[]", addresses)
+        self._check(lambda cuda: lib.sw_cuda_lend(cuda, given, len(addresses)), "lending memory", NOT_ALLOCATED)
+
+    def take_back(self, addresses: Sequence[int]) -> list[bool]:
+        """Ends a `lend`. For each: True: it is the caller's again, with the same bytes in it; False: it has been freed
+        meanwhile, and the address means nothing any more."""
+        given, ours = ffi.new("uint64_t[]", addresses), ffi.new("uint8_t[]", len(addresses))
+        self._check(lambda cuda: lib.sw_cuda_take_back(cuda, given, len(addresses), ours), "taking memory back")
+        return [byte != 0 for byte in ffi.buffer(ours)[:]]
+
+    def trips(self) -> tuple[int, int]:
+        """How often the tripwire of the device has fired in this process, and how many lent bytes it has freed."""
+        trips, trip_bytes = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        self._check(lambda cuda: lib.sw_cuda_trips(cuda, trips, trip_bytes), "counting trips")
+        return int(trips[0]), int(trip_bytes[0])
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the device's memory that nobody holds just now, and all that it has."""
+        unused, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        self._check(lambda cuda: lib.sw_cuda_memory(cuda, unused, total), "looking at memory")
+        return int(unused[0]), int(total[0])
+
+    def use_kernels(self, gather: int, scatter: int, move: int = 0) -> None:
+        """Functions (CUfunction) of the device, compiled from `stepwell.native._kernels.SOURCE`: from the next job on
+        small pieces cross together with the first two, and all is packed and unpacked by the third. 0: each piece is
+        a copy of its own. They must outlive the engine."""
         with self._lock:
-            lib.sw_device_kernels(self._alive(), gather, scatter)
+            lib.sw_device_kernels(self._alive(), gather, scatter, move)
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the device that the engine holds: none before small pieces cross, then at most 24 MiB."""
+        """Memory of the device that the engine holds for itself: none before small pieces cross to or from the host,
+        then at most 24 MiB."""
         return self.statistics().device_bytes
 
     @property
@@ -93,7 +159,7 @@ class DeviceEngine(Engine):
         return ffi.string(text).decode()
 
     def close(self, timeout: float = 5.0) -> bool:
-        """As `Engine.close`. What was pinned must be unpinned before."""
+        """As `Engine.close`. What was pinned, or allocated and not lent, must be given back before."""
         closed = super().close(timeout)
         self._cuda = None
         return closed
@@ -105,7 +171,8 @@ class DeviceEngine(Engine):
             raise RuntimeError(f"engine {self.name} is closed")
         return cuda
 
-    def _check(self, call: Callable[[Any], int], what: str) -> int:
+    def _check(self, call: Callable[[Any], int], what: str, wrong: str = "") -> int:
+        """wrong: what it means when not the driver refuses an address."""
         cuda = self._context()
         result = call(cuda)
         if result >= 0:
@@ -113,6 +180,8 @@ class DeviceEngine(Engine):
         text = ffi.new("char[]", TEXT_BYTES)
         lib.sw_cuda_error(cuda, text, TEXT_BYTES)
         words = ffi.string(text).decode() or os.strerror(-result)
+        if result in (-errno.EINVAL, -errno.EADDRINUSE):
+            words = wrong or words
         if result == -errno.EBUSY:
             words += " (the stream is being captured into a graph)"
         raise OSError(-result, f"{what} of device {self.device}: {words}")

@@ -45,7 +45,9 @@ class EngineStatistics:
     register_errno: int  # why the last register() was refused; 0: it was not
     ring_errno: int  # last unexpected error of io_uring_enter
     bytes_fetched: int  # issued by a device's engine, also of jobs that failed: from the device,
-    bytes_delivered: int  # and to it
+    bytes_delivered: int  # to it,
+    bytes_packed: int  # and within it: to slots,
+    bytes_unpacked: int  # and from them
     copies: int  # that these took
     kernels: int
     device_bytes: int  # memory of the device that is held now
@@ -139,8 +141,8 @@ class Engine:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hands all the jobs to the engine in one call, or none of them.
 
-        Raises ValueError for a malformed job (GATHER and SCATTER need an engine of kind "threads", D2H and H2D one of
-        kind "device", which takes no others),
+        Raises ValueError for a malformed job (GATHER and SCATTER need an engine of kind "threads", D2H, H2D, PACK and
+        UNPACK one of kind "device", which takes no others),
         BlockingIOError if over a million jobs are not reaped yet.
         """
         if not jobs:

@@ -29,8 +29,10 @@ class Op(IntEnum):
     FALLOCATE = 3  # the system call, never an emulation: EOPNOTSUPP is a result
     GATHER = 4  # pieces -> buffer, checksums out; threads only
     SCATTER = 5  # buffer -> pieces, only blocks with the expected checksum; threads only
-    D2H = 6  # pieces in a device's memory -> buffer; a DeviceEngine's only, as the next
+    D2H = 6  # pieces in a device's memory -> buffer; a DeviceEngine's only, as all that follow
     H2D = 7  # buffer -> pieces in a device's memory
+    PACK = 8  # pieces -> slots, both in a device's memory
+    UNPACK = 9  # slots -> pieces, both in a device's memory
 
 
 class Ticket:
@@ -103,10 +105,13 @@ class Job:
     SCATTER without `pieces` only verifies.
     D2H, H2D: the same bytes, with `pieces` in the device's memory; no checksums, and neither side of a hole is
     touched. `mark`: the copies start after that point of the stream that it was made on.
+    PACK, UNPACK: the same bytes of `pieces` and of `slots`, of any length, both in memory of the engine's device, with
+    `mark` as before. A hole on either side leaves those bytes as they are. No piece may cross the border of two
+    allocations of the driver's.
     `after`: starts when that ticket is done; if it fails, the job ends with -ECANCELED. `signal`: fired
-    when the job ends: done if it moved all its bytes, else failed. `latches`: each is counted down once, by D2H
-    when its copies are issued, else when the job has ended, well or not; not if `submit` raises.
-    `keep`: held until the job is reaped: what owns the memory at `address`.
+    when the job ends: done if it moved all its bytes, else failed. `latches`: each is counted down, once for each
+    time that it is named, by D2H and PACK when their copies are issued, else when the job has ended, well or not;
+    not if `submit` raises. `keep`: held until the job is reaped: what owns the memory at `address`.
     """
 
     op: Op
@@ -117,6 +122,7 @@ class Job:
     direct: bool = False
     pieces: PieceMap | None = None
     pieces_offset: int = 0
+    slots: PieceMap | None = None
     crcs: NDArray[np.uint32] | None = None
     after: Ticket | None = None
     signal: Ticket | None = None
@@ -139,6 +145,11 @@ class Done(NamedTuple):
 
 def check(job: Job) -> None:
     """Raises ValueError for a job that would make the engine touch memory that is not there."""
+    packs = job.op in (Op.PACK, Op.UNPACK)
+    if packs and (job.pieces is None or job.slots is None):
+        raise ValueError(f"{job.op.name} needs pieces and slots")
+    if job.slots is not None and not packs:
+        raise ValueError(f"{job.op.name} takes no slots")
     crcs = job.crcs
     if crcs is None:
         return
@@ -165,8 +176,11 @@ def fill(target: Any, number: int, job: Job) -> object:
     if job.pieces is not None:
         target.map = job.pieces._handle
         target.map_offset = job.pieces_offset
-    if job.crcs is not None:
+    if job.crcs is not None or job.slots is not None or job.op >= Op.PACK:
         check(job)
+    if job.slots is not None:
+        target.slots = job.slots._handle
+    if job.crcs is not None:
         target.map_offset = job.pieces_offset
         target.crcs = ffi.cast("uint32_t *", job.crcs.ctypes.data)
     if job.after is not None:

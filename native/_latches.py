@@ -14,9 +14,10 @@ WAIT_SLICE_S = 0.1  # between looks at the interpreter's signals, so that Ctrl-C
 class Latch:
     """Opens once jobs have counted it down from `count`; any thread can wait for that, without an event loop.
 
-    A job counts each of its latches down once: D2H when its copies are issued, every other one when it has ended,
-    also by failing or being cancelled. A latch of D2H jobs also knows the event that their copies end with, see
-    `DeviceEngine.release`. All raises RuntimeError in a forked child. Raises ValueError for a negative count.
+    A job counts each of its latches down, once for each time that it names it: D2H and PACK when their copies are
+    issued, every other one when it has ended, also by failing or being cancelled. A latch of D2H and PACK jobs also
+    knows the event that their copies end with, see `DeviceEngine.release`. All raises RuntimeError in a forked child.
+    Raises ValueError for a negative count.
     """
 
     __slots__ = ("__weakref__", "_handle", "_pid")

@@ -12,7 +12,7 @@ from cffi import FFI
 
 HERE = Path("native")  # setuptools runs from the root of the repository and wants relative paths
 SOURCES = ["crc32c", "crc32c_x86", "copy", "pieces", "region", "ticket", "latch", "task", "engine", "threads", "uring"]
-SOURCES += ["cuda", "crossing", "device", "probe"]
+SOURCES += ["cuda", "holdings", "crossing", "device", "probe"]
 
 
 def compiler() -> list[str]:

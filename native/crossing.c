@@ -1,9 +1,15 @@
-/* One job's way between a slot and the pieces of a device's memory: which copies and kernels it takes.
+/* One job's way between slots and the pieces of a device's memory: which copies and kernels it takes.
  *
- * Large pieces are copied one by one. A copy has a price however small it is, so that small ones cross
- * together: a kernel gathers a stretch of them into a stage, which is one copy away from the slot, or
- * scatters them from there. Kernels have a stream of their own: the next stage is filled while this one is
- * emptied, and a kernel that waits for a busy device does not hold up a copy that is ready.
+ * To and from host memory, large pieces are copied one by one. A copy has a price however small it is, so that
+ * small ones cross together: a kernel gathers a stretch of them into a stage, which is one copy away from the
+ * slot, or scatters them from there. Kernels have a stream of their own: the next stage is filled while this one
+ * is emptied, and a kernel that waits for a busy device does not hold up a copy that is ready.
+ *
+ * Slots in the device's memory are packed and unpacked on one stream, since nothing waits for a link, and by a
+ * kernel that moves many runs of any length at once: the driver takes microseconds to issue each copy, which is
+ * longer than some megabytes take. Without it, gathering and scattering work on the slot itself. A copy never takes
+ * two runs together, even where they touch: they may lie in two allocations, and the driver refuses a copy across
+ * their border.
  */
 #include <errno.h>
 
@@ -12,13 +18,23 @@
 #define STRETCH_PIECES_MIN 4u /* fewer are cheaper one by one than with a kernel and two streams in turn */
 #define KERNEL_THREADS 256u
 #define KERNEL_PARTS 4u       /* blocks for each piece: 16 KiB for each at most */
+#define UNIT_BYTES (16u << 10) /* of a run, for one block: four loads of 16 bytes a thread, all under way at once */
+#define MOVE_BYTES_MAX (((uint64_t)1 << 32) - SW_ALIGN_BYTES) /* has 32 bits, and keeps what follows aligned */
 
 typedef struct {
     sw_device *device;
     const sw_job *job;
-    bool fetches;
-    void *kernel;
+    bool fetches;  /* from the pieces */
+    void *kernel;  /* NULL: there is none */
+    void *kernels; /* the stream that it runs on */
+    sw_moves *moves; /* for a kernel that moves runs; NULL: that is not it */
 } crossing;
+
+static crossing way_of(sw_device *device, const sw_job *job, bool fetches, void *kernels)
+{
+    void *kernel = (void *)atomic_load(fetches ? &device->gather : &device->scatter);
+    return (crossing){device, job, fetches, kernel, kernels, NULL};
+}
 
 static int copy(const crossing *way, uint64_t address, uint64_t at, uint64_t bytes)
 {
@@ -43,19 +59,18 @@ static uint64_t stretch_end(const sw_map *map, uint64_t piece, uint64_t at, uint
     return at;
 }
 
-static int launch(const crossing *way, const sw_stage *stage, sw_batch *batch, uint32_t count)
+static int launch(const crossing *way, uint64_t stage, sw_batch *batch, uint32_t count)
 {
     sw_device *device = way->device;
-    uint64_t address = stage->address;
-    void *parameters[] = {batch, &address};
+    void *parameters[] = {batch, &stage};
     device->kernel_count++;
-    device->uses_kernels = true;
+    device->uses_kernels |= way->kernels == device->kernels;
     return SW_CUDA(device->cuda, cuLaunchKernel, way->kernel, count, KERNEL_PARTS, 1, KERNEL_THREADS, 1, 1, 0,
-                   device->kernels, parameters, NULL);
+                   way->kernels, parameters, NULL);
 }
 
-/* Kernels for the pieces of [at, end). */
-static int launch_all(const crossing *way, const sw_stage *stage, uint64_t piece, uint64_t at, uint64_t end)
+/* Kernels for the pieces of [at, end), the first byte of which is at `stage` on the other side. */
+static int launch_all(const crossing *way, uint64_t stage, uint64_t piece, uint64_t at, uint64_t end)
 {
     sw_batch batch;
     uint32_t count = 0;
@@ -124,13 +139,15 @@ static int cross_stage(const crossing *way, sw_stage *stage, uint64_t piece, uin
     void *empties = way->fetches ? device->copies : device->kernels;
     int result = stage->used ? SW_CUDA(cuda, cuStreamWaitEvent, fills, stage->emptied, 0) : 0;
     if (!result)
-        result = way->fetches ? launch_all(way, stage, piece, at, end) : copy(way, stage->address, at, end - at);
+        result = way->fetches ? launch_all(way, stage->address, piece, at, end)
+                              : copy(way, stage->address, at, end - at);
     if (!result)
         result = SW_CUDA(cuda, cuEventRecord, stage->filled, fills);
     if (!result)
         result = SW_CUDA(cuda, cuStreamWaitEvent, empties, stage->filled, 0);
     if (!result)
-        result = way->fetches ? copy(way, stage->address, at, end - at) : launch_all(way, stage, piece, at, end);
+        result = way->fetches ? copy(way, stage->address, at, end - at)
+                              : launch_all(way, stage->address, piece, at, end);
     if (!result)
         result = SW_CUDA(cuda, cuEventRecord, stage->emptied, empties);
     stage->used |= !result;
@@ -140,8 +157,7 @@ static int cross_stage(const crossing *way, sw_stage *stage, uint64_t piece, uin
 /* Issues all that the job takes; on an error some of it may be under way. */
 int sw_device_cross(sw_device *device, const sw_job *job)
 {
-    bool fetches = job->op == SW_D2H;
-    crossing way = {device, job, fetches, (void *)atomic_load(fetches ? &device->gather : &device->scatter)};
+    crossing way = way_of(device, job, job->op == SW_D2H, device->kernels);
     uint64_t at = job->map_offset, end = at + job->length, piece = sw_map_find(job->map, at);
     int result = 0;
     while (at < end && !result) {
@@ -159,5 +175,93 @@ int sw_device_cross(sw_device *device, const sw_job *job)
             at += length;
         } while (at < stop && !result);
     }
+    return result;
+}
+
+static int launch_moves(const crossing *way)
+{
+    sw_device *device = way->device;
+    void *parameters[] = {way->moves};
+    uint32_t units = way->moves->ends[way->moves->count - 1];
+    device->kernel_count++;
+    int result = SW_CUDA(device->cuda, cuLaunchKernel, way->kernel, units, 1, 1, KERNEL_THREADS, 1, 1, 0,
+                         device->copies, parameters, NULL);
+    way->moves->count = 0;
+    return result;
+}
+
+/* Adds a run to those that move together, and launches them when they are as many as can be. */
+static int move(const crossing *way, uint64_t to, uint64_t from, uint64_t bytes)
+{
+    sw_moves *moves = way->moves;
+    int result = 0;
+    for (uint64_t at = 0; at < bytes && !result;) {
+        uint32_t length = (uint32_t)(bytes - at < MOVE_BYTES_MAX ? bytes - at : MOVE_BYTES_MAX);
+        uint32_t before = moves->count ? moves->ends[moves->count - 1] : 0;
+        moves->to[moves->count] = to + at;
+        moves->from[moves->count] = from + at;
+        moves->lengths[moves->count] = length;
+        moves->ends[moves->count++] = before + (length - 1) / UNIT_BYTES + 1;
+        at += length;
+        if (moves->count == SW_BATCH_RUNS)
+            result = launch_moves(way);
+    }
+    return result;
+}
+
+static int copy_within(const crossing *way, uint64_t to, uint64_t from, uint64_t bytes)
+{
+    way->device->copy_count++;
+    return SW_CUDA(way->device->cuda, cuMemcpyDtoDAsync, to, from, bytes, way->device->copies);
+}
+
+/* Moves the pieces of [at, end), all of it in one run of a slot, that starts at `slot`. */
+static int pack_run(const crossing *way, uint64_t slot, uint64_t *piece, uint64_t at, uint64_t end)
+{
+    sw_device *device = way->device;
+    int result = 0;
+    for (uint64_t start = at; at < end && !result;) {
+        uint64_t here = slot + (at - start), pieces = 0;
+        uint64_t stop = way->kernel && !way->moves ? stretch_end(way->job->map, *piece, at, end, &pieces) : at;
+        if (pieces >= STRETCH_PIECES_MIN) {
+            device->bytes += stop - at;
+            result = launch_all(way, here, *piece, at, stop);
+            at = stop;
+            continue;
+        }
+        uint64_t address, length = sw_map_run(way->job->map, piece, at, end, &address);
+        at += length;
+        if (!address)
+            continue;
+        device->bytes += length;
+        uint64_t to = way->fetches ? here : address, from = way->fetches ? address : here;
+        result = way->moves ? move(way, to, from, length) : copy_within(way, to, from, length);
+    }
+    return result;
+}
+
+/* Issues all that a job between two places of the device's memory takes; on an error some of it may be under way. */
+int sw_device_pack(sw_device *device, const sw_job *job)
+{
+    crossing way = way_of(device, job, job->op == SW_PACK, device->copies);
+    sw_moves moves;
+    void *kernel = (void *)atomic_load(&device->move);
+    if (kernel) {
+        moves.count = 0;
+        moves.unit_bytes = UNIT_BYTES;
+        way.kernel = kernel;
+        way.moves = &moves;
+    }
+    uint64_t at = job->map_offset, end = at + job->length;
+    uint64_t piece = sw_map_find(job->map, at), slot = sw_map_find(job->slots, at);
+    int result = 0;
+    while (at < end && !result) {
+        uint64_t address, length = sw_map_run(job->slots, &slot, at, end, &address);
+        if (address)
+            result = pack_run(&way, address, &piece, at, at + length);
+        at += length;
+    }
+    if (!result && way.moves && moves.count)
+        result = launch_moves(&way);
     return result;
 }

@@ -106,6 +106,23 @@ int sw_probe_cuda(const char *library, char *reason, size_t size)
     return count ? count : -ENODEV;
 }
 
+/* Of a device's memory, without a context; or -errno and why in words. */
+int64_t sw_cuda_total_bytes(const char *library, int ordinal, char *reason, size_t size)
+{
+    sw_driver driver;
+    int device, result = load(library, &driver, reason, size);
+    size_t bytes = 0;
+    if (result)
+        return result;
+    const char *call = "cuInit";
+    int error = driver.cuInit(0);
+    if (!error)
+        call = "cuDeviceGet", error = driver.cuDeviceGet(&device, ordinal);
+    if (!error)
+        call = "cuDeviceTotalMem", error = driver.cuDeviceTotalMem(&bytes, device);
+    return error ? refuse(&driver, call, error, reason, size) : (int64_t)bytes;
+}
+
 int sw_cuda_new(const char *library, int ordinal, sw_cuda **out, char *reason, size_t size)
 {
     sw_cuda *cuda = calloc(1, sizeof *cuda);
@@ -114,6 +131,7 @@ int sw_cuda_new(const char *library, int ordinal, sw_cuda **out, char *reason, s
     const char *call = "cuInit";
     int error = 0, result = load(library, &cuda->driver, reason, size);
     if (!result) {
+        cuda->holdings = sw_holdings_make(ordinal);
         error = cuda->driver.cuInit(0);
         if (!error)
             call = "cuDeviceGet", error = cuda->driver.cuDeviceGet(&cuda->device, ordinal);
@@ -122,6 +140,8 @@ int sw_cuda_new(const char *library, int ordinal, sw_cuda **out, char *reason, s
             error = cuda->driver.cuDevicePrimaryCtxRetain(&cuda->context, cuda->device);
         if (error)
             result = refuse(&cuda->driver, call, error, reason, size);
+        else if (!cuda->holdings)
+            (void)cuda->driver.cuDevicePrimaryCtxRelease(cuda->device), result = -ENOMEM;
     }
     if (result) {
         free(cuda);
@@ -233,14 +253,18 @@ static int refuse_capture(sw_cuda *cuda, void *stream)
     return result ? result : status ? sw_cuda_check(cuda, "cuStreamIsCapturing", 900) : 0;
 }
 
+/* For calls that go past the engine, by any thread; `sw_cuda_leave` ends it. */
+int sw_cuda_begin(sw_cuda *cuda, int *mode)
+{
+    return cuda->pid == getpid() ? sw_cuda_enter(cuda, mode) : -ECHILD;
+}
+
 /* An event after all that was put on the caller's stream up to now. */
 int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, sw_event **out)
 {
-    if (cuda->pid != getpid())
-        return -ECHILD;
     void *handle = (void *)(uintptr_t)stream;
     sw_event *event = NULL;
-    int mode, result = sw_cuda_enter(cuda, &mode);
+    int mode, result = sw_cuda_begin(cuda, &mode);
     if (result)
         return result;
     result = refuse_capture(cuda, handle);
@@ -280,9 +304,7 @@ int sw_cuda_release(sw_cuda *cuda, sw_latch *latch, uint64_t stream)
 /* Pins memory for all devices. A refusal is an answer: copies work all the same, slower. */
 int sw_cuda_pin(sw_cuda *cuda, uint64_t address, uint64_t bytes)
 {
-    if (cuda->pid != getpid())
-        return -ECHILD;
-    int mode, result = sw_cuda_enter(cuda, &mode);
+    int mode, result = sw_cuda_begin(cuda, &mode);
     if (result)
         return result;
     result = SW_CUDA(cuda, cuMemHostRegister, (void *)(uintptr_t)address, bytes, SW_CUDA_PORTABLE);
@@ -293,12 +315,23 @@ int sw_cuda_pin(sw_cuda *cuda, uint64_t address, uint64_t bytes)
 /* No job may be using the memory. */
 int sw_cuda_unpin(sw_cuda *cuda, uint64_t address)
 {
-    if (cuda->pid != getpid())
-        return -ECHILD;
-    int mode, result = sw_cuda_enter(cuda, &mode);
+    int mode, result = sw_cuda_begin(cuda, &mode);
     if (result)
         return result;
     result = SW_CUDA(cuda, cuMemHostUnregister, (void *)(uintptr_t)address);
     sw_cuda_leave(cuda, mode);
+    return result;
+}
+
+int sw_cuda_memory(sw_cuda *cuda, uint64_t *free_bytes, uint64_t *total_bytes)
+{
+    size_t unused, all;
+    int mode, result = sw_cuda_begin(cuda, &mode);
+    if (result)
+        return result;
+    result = SW_CUDA(cuda, cuMemGetInfo, &unused, &all);
+    sw_cuda_leave(cuda, mode);
+    if (!result)
+        *free_bytes = unused, *total_bytes = all;
     return result;
 }

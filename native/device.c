@@ -55,13 +55,33 @@ static void finish_streams(sw_device *device)
     (void)SW_CUDA(device->cuda, cuStreamSynchronize, device->kernels);
 }
 
+/* Whether who waits for the job's latches waits for its copies to be issued, not to end: it reads the state. */
+static bool fetches(const sw_job *job)
+{
+    return job->op == SW_D2H || job->op == SW_PACK;
+}
+
 /* The copies of a fetch are under way: whoever waits for its latches can go on, on the device after the event. */
 static void count_down(sw_task *task, sw_event *event)
 {
-    while (task->job.op == SW_D2H && task->latches_down < task->job.latch_count) {
+    while (fetches(&task->job) && task->latches_down < task->job.latch_count) {
         if (sw_latch_issued(task->latches[task->latches_down], event))
             return; /* no memory: it counts when the job has ended */
         task->latches_down++;
+    }
+}
+
+static uint64_t *bytes_of(sw_statistics *stats, uint32_t op)
+{
+    switch (op) {
+    case SW_D2H:
+        return &stats->bytes_fetched;
+    case SW_H2D:
+        return &stats->bytes_delivered;
+    case SW_PACK:
+        return &stats->bytes_packed;
+    default:
+        return &stats->bytes_unpacked;
     }
 }
 
@@ -77,7 +97,7 @@ static void issue(sw_engine *engine, const sw_request *request)
     if (!result) {
         result = wait_for_mark(device, job->mark);
         if (!result)
-            result = sw_device_cross(device, job);
+            result = job->slots ? sw_device_pack(device, job) : sw_device_cross(device, job);
         int recorded = record_end(device, event, device->uses_kernels && (job->op == SW_H2D || result));
         if (recorded) {
             finish_streams(device);
@@ -92,7 +112,7 @@ static void issue(sw_engine *engine, const sw_request *request)
     engine->stats.copies += device->copy_count;
     engine->stats.kernels += device->kernel_count;
     engine->stats.device_bytes = device->stage_count * SW_STAGE_BYTES;
-    *(job->op == SW_D2H ? &engine->stats.bytes_fetched : &engine->stats.bytes_delivered) += device->bytes;
+    *bytes_of(&engine->stats, job->op) += device->bytes;
     pthread_mutex_unlock(&engine->lock);
     device->flights[(device->first + device->count++) % engine->depth] =
         (sw_flight){*request, event, result ? result : (int64_t)job->length};
@@ -214,7 +234,10 @@ int sw_device_start(sw_engine *engine, const sw_options *options)
         sw_cuda_error(cuda, options->reason, options->reason_bytes);
         return result;
     }
-    return sw_threads_start(engine, 1, device_main);
+    result = sw_threads_start(engine, 1, device_main);
+    if (!result)
+        sw_holdings_open(cuda);
+    return result;
 }
 
 void sw_device_free(sw_engine *engine)
@@ -228,6 +251,7 @@ void sw_device_free(sw_engine *engine)
         (void)device->cuda->driver.cuStreamDestroy(device->kernels);
     if (entered)
         sw_cuda_leave(device->cuda, mode);
+    sw_holdings_close(device->cuda);
     sw_cuda_drop(device->cuda);
     free(device->flights);
     free(device);
@@ -243,9 +267,10 @@ sw_cuda *sw_device_cuda(sw_engine *engine)
     return engine->device->cuda;
 }
 
-/* Functions (CUfunction) of the device that gather and scatter; 0: each piece is a copy of its own. */
-void sw_device_kernels(sw_engine *engine, uint64_t gather, uint64_t scatter)
+/* Functions (CUfunction) of the device that gather, scatter and move; 0: the driver's copies do that. */
+void sw_device_kernels(sw_engine *engine, uint64_t gather, uint64_t scatter, uint64_t move)
 {
     atomic_store(&engine->device->gather, (uintptr_t)gather);
     atomic_store(&engine->device->scatter, (uintptr_t)scatter);
+    atomic_store(&engine->device->move, (uintptr_t)move);
 }

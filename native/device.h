@@ -35,8 +35,11 @@
     F(cuEventQuery, "cuEventQuery", (void *event))                                                    \
     F(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void *to, uint64_t from, size_t bytes, void *stream)) \
     F(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (uint64_t to, const void *from, size_t bytes, void *stream)) \
+    F(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (uint64_t to, uint64_t from, size_t bytes, void *stream)) \
     F(cuMemAlloc, "cuMemAlloc_v2", (uint64_t *address, size_t bytes))                                 \
     F(cuMemFree, "cuMemFree_v2", (uint64_t address))                                                  \
+    F(cuMemGetInfo, "cuMemGetInfo_v2", (size_t *free_bytes, size_t *total_bytes))                     \
+    F(cuDeviceTotalMem, "cuDeviceTotalMem_v2", (size_t *bytes, int device))                           \
     F(cuMemHostRegister, "cuMemHostRegister_v2", (void *address, size_t bytes, unsigned flags))       \
     F(cuMemHostUnregister, "cuMemHostUnregister", (void *address))                                    \
     F(cuLaunchKernel, "cuLaunchKernel",                                                               \
@@ -59,11 +62,16 @@ struct sw_event {
     struct sw_event *next_free;
 };
 
+/* What this process holds of a device's memory. */
+typedef struct sw_holdings sw_holdings;
+
 struct sw_cuda {
     atomic_int holders;
     pid_t pid;
     int device;
     void *context;
+    sw_holdings *holdings;
+    struct sw_cuda *next_open; /* among those of open engines; guarded by the lock of the holdings */
     pthread_mutex_t lock; /* of all that follows; no driver call is made under it */
     sw_event *free;
     uint64_t serials;
@@ -78,10 +86,16 @@ struct sw_cuda {
 /* cuda.c */
 int sw_cuda_new(const char *library, int device, sw_cuda **out, char *reason, size_t size);
 int sw_cuda_check(sw_cuda *cuda, const char *call, int result);
+int sw_cuda_begin(sw_cuda *cuda, int *capture_mode);
 int sw_cuda_enter(sw_cuda *cuda, int *capture_mode);
 void sw_cuda_leave(sw_cuda *cuda, int capture_mode);
 int sw_event_take(sw_cuda *cuda, sw_event **out); /* inside enter and leave */
 void sw_event_hold(sw_event *event);
+
+/* holdings.c */
+sw_holdings *sw_holdings_make(int ordinal);
+void sw_holdings_open(sw_cuda *cuda);
+void sw_holdings_close(sw_cuda *cuda);
 
 /* Device memory through which small pieces cross together. Two streams take turns with it. */
 typedef struct {
@@ -103,11 +117,11 @@ typedef struct {
 struct sw_device {
     sw_cuda *cuda;
     void *copies, *kernels;              /* streams */
-    atomic_uintptr_t gather, scatter;    /* functions of the device; 0: there is none */
+    atomic_uintptr_t gather, scatter, move; /* functions of the device; 0: there is none */
     sw_stage stages[SW_STAGES];
     uint32_t stage_count, stage_limit, stage_next;
     uint64_t marked;                     /* serial of the mark that the streams have waited for last */
-    bool uses_kernels;                   /* the job that is being issued */
+    bool uses_kernels;                   /* the stream, for the job that is being issued */
     uint64_t copy_count, kernel_count, bytes; /* of that job */
     sw_flight *flights;                  /* a ring of the engine's depth, oldest at `first` */
     uint32_t first, count;
@@ -116,12 +130,23 @@ struct sw_device {
 /* What a kernel works on, all of it in its parameters: nothing to keep until it has run. */
 typedef struct {
     uint64_t addresses[SW_BATCH_PIECES]; /* of pieces, in the device's memory */
-    uint32_t offsets[SW_BATCH_PIECES];   /* in the stage */
+    uint32_t offsets[SW_BATCH_PIECES];   /* in the stage, or in the slot */
     uint32_t lengths[SW_BATCH_PIECES];
 } sw_batch;
 
+/* The same for runs of any length from one place of the device's memory to another: a block moves one unit. */
+typedef struct {
+    uint64_t to[SW_BATCH_RUNS];
+    uint64_t from[SW_BATCH_RUNS];
+    uint32_t lengths[SW_BATCH_RUNS];
+    uint32_t ends[SW_BATCH_RUNS]; /* in units, of this run and those before it */
+    uint32_t count;
+    uint32_t unit_bytes;
+} sw_moves;
+
 /* crossing.c */
 int sw_device_cross(sw_device *device, const sw_job *job);
+int sw_device_pack(sw_device *device, const sw_job *job);
 void sw_device_stages_free(sw_device *device);
 
 /* latch.c */

@@ -91,10 +91,13 @@ int sw_threads_start(sw_engine *engine, uint32_t count, void *(*main)(void *))
 
 static bool valid(const sw_engine *engine, const sw_job *job)
 {
-    bool copies = job->op == SW_GATHER || job->op == SW_SCATTER, crosses = job->op == SW_D2H || job->op == SW_H2D;
+    bool copies = job->op == SW_GATHER || job->op == SW_SCATTER, packs = job->op == SW_PACK || job->op == SW_UNPACK;
+    bool devices = job->op == SW_D2H || job->op == SW_H2D || packs;
     if (job->op >= SW_OP_COUNT || job->length > (uint64_t)INT64_MAX - SW_ALIGN_BYTES || (copies && engine->uring))
         return false;
-    if (crosses != (engine->device != NULL) || ((crosses || job->op == SW_GATHER) && !job->map))
+    if (devices != (engine->device != NULL) || ((devices || job->op == SW_GATHER) && !job->map))
+        return false;
+    if (packs != (job->slots != NULL))
         return false;
     if (copies && job->crcs && job->map_offset % SW_BLOCK_BYTES)
         return false;

@@ -3,7 +3,7 @@
  * Rules: functions return a count or 0, or -errno; results go through one out-pointer; a job's life is
  * submit -> ready -> requests -> finish -> reap, each step in its own function.
  *
- * Locks: of a ticket's, a latch's, a device's and an engine's lock never two are held together, and none
+ * Locks: of a ticket's, a latch's, a device's, holdings' and an engine's lock never two are held together, and none
  * while a call of the system or of a device's driver runs that could wait.
  */
 #ifndef STEPWELL_H
@@ -27,6 +27,7 @@
 #define SW_BITMAP_BLOCKS 64u                 /* bad_blocks is one bit a block */
 #define SW_SMALL_BYTES ((uint64_t)64 << 10)  /* pieces of a device below this cross together */
 #define SW_BATCH_PIECES 240u                 /* of one kernel: its parameters, all of a batch, are at most 4 KiB */
+#define SW_BATCH_RUNS 170u                   /* the same for a kernel that moves runs */
 
 #if defined(__x86_64__) && !defined(SW_PORTABLE) /* SW_PORTABLE: as other processors are built */
 #define SW_X86 1
@@ -41,8 +42,10 @@ enum sw_op {
     SW_FALLOCATE,
     SW_GATHER,
     SW_SCATTER,
-    SW_D2H, /* these two are all that a device's engine does */
+    SW_D2H, /* these four are all that a device's engine does */
     SW_H2D,
+    SW_PACK,
+    SW_UNPACK,
     SW_OP_COUNT
 };
 enum sw_ticket_state { SW_PENDING, SW_DONE, SW_FAILED };
@@ -69,6 +72,7 @@ typedef struct {
     uint64_t length;
     const sw_map *map;
     uint64_t map_offset;
+    const sw_map *slots; /* of the same bytes: SW_PACK's and SW_UNPACK's other side */
     uint32_t *crcs;
     sw_ticket *after;
     sw_ticket *signal;
@@ -103,6 +107,8 @@ typedef struct {
     uint64_t ring_errno;
     uint64_t bytes_fetched;
     uint64_t bytes_delivered;
+    uint64_t bytes_packed;
+    uint64_t bytes_unpacked;
     uint64_t copies;
     uint64_t kernels;
     uint64_t device_bytes;
@@ -231,18 +237,27 @@ int sw_uring_unregister(sw_engine *engine, uint64_t address);
 int sw_device_start(sw_engine *engine, const sw_options *options);
 void sw_device_free(sw_engine *engine);
 sw_cuda *sw_device_cuda(sw_engine *engine);
-void sw_device_kernels(sw_engine *engine, uint64_t gather, uint64_t scatter);
+void sw_device_kernels(sw_engine *engine, uint64_t gather, uint64_t scatter, uint64_t move);
 
 /* cuda.c */
 int sw_probe_cuda(const char *library, char *reason, size_t size);
+int64_t sw_cuda_total_bytes(const char *library, int device, char *reason, size_t size);
 void sw_cuda_hold(sw_cuda *cuda);
 void sw_cuda_drop(sw_cuda *cuda);
 int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, sw_event **out);
 int sw_cuda_release(sw_cuda *cuda, sw_latch *latch, uint64_t stream);
 int sw_cuda_pin(sw_cuda *cuda, uint64_t address, uint64_t bytes);
 int sw_cuda_unpin(sw_cuda *cuda, uint64_t address);
+int sw_cuda_memory(sw_cuda *cuda, uint64_t *free_bytes, uint64_t *total_bytes);
 void sw_cuda_error(sw_cuda *cuda, char *text, size_t size);
 void sw_event_drop(sw_event *event);
+
+/* holdings.c */
+int sw_cuda_allocate(sw_cuda *cuda, uint64_t bytes, uint64_t *address);
+int sw_cuda_free(sw_cuda *cuda, uint64_t address);
+int sw_cuda_lend(sw_cuda *cuda, const uint64_t *addresses, uint32_t count);
+int sw_cuda_take_back(sw_cuda *cuda, const uint64_t *addresses, uint32_t count, uint8_t *ours);
+int sw_cuda_trips(sw_cuda *cuda, uint64_t *trips, uint64_t *bytes);
 
 /* latch.c */
 sw_latch *sw_latch_new(uint64_t count);

@@ -66,8 +66,8 @@ static void publish(sw_task *task, bool ok)
     sw_engine *engine = task->engine;
     pthread_mutex_lock(&engine->lock);
     waiting_unlink(task);
-    uint64_t *bytes[] = {&engine->stats.bytes_read, &engine->stats.bytes_written, NULL, NULL,
-                         &engine->stats.bytes_gathered, &engine->stats.bytes_scattered, NULL, NULL};
+    uint64_t *bytes[SW_OP_COUNT] = {&engine->stats.bytes_read, &engine->stats.bytes_written, NULL, NULL,
+                                    &engine->stats.bytes_gathered, &engine->stats.bytes_scattered};
     if (task->result > 0 && bytes[task->job.op])
         *bytes[task->job.op] += (uint64_t)task->result;
     engine->stats.bad_blocks += (uint64_t)__builtin_popcountll(task->bad_blocks);

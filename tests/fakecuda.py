@@ -12,8 +12,10 @@ import shlex
 import subprocess
 from pathlib import Path
 
-SOURCES = [Path(__file__).resolve().parent / "native" / name for name in ("fakecuda.c", "fakestreams.c")]
-GATHER, SCATTER = 1, 2  # handles of the kernels that it knows
+SOURCES = [
+    Path(__file__).resolve().parent / "native" / name for name in ("fakecuda.c", "fakememory.c", "fakestreams.c")
+]
+GATHER, SCATTER, MOVE = 1, 2, 3  # handles of the kernels that it knows
 ENGINE, USER = 1, 2  # kinds of streams
 OWNED = ("contexts", "streams", "events", "buffers", "pinned")  # what must be given back
 
@@ -25,6 +27,7 @@ def build(folder: Path) -> str:
         fresh = folder / f"libfakecuda.{os.getpid()}.so"
         compiler = shlex.split(os.environ.get("CC") or "cc")
         flags = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
+        flags.append("-ftls-model=initial-exec")  # the thread sanitizer misreads how others are given back
         subprocess.run([*compiler, *flags, "-pthread", "-o", str(fresh), *map(str, SOURCES)], check=True)
         fresh.rename(path)
     return str(path)
@@ -42,6 +45,10 @@ class FakeCuda:
             "fake_slow_ns": [u64],
             "fake_fail": [text, i64, ctypes.c_int, i64],
             "fake_off": [ctypes.c_int],
+            "fake_memory": [u64, u64],
+            "fake_dry": [ctypes.c_int],
+            "fake_reuse": [ctypes.c_int],
+            "fake_moved": [u64, ctypes.POINTER(u64)],
             "fake_count": [text],
             "fake_stream": [],
             "fake_stream_end": [u64],
@@ -51,13 +58,17 @@ class FakeCuda:
             "fake_finish": [u64],
         }.items():
             getattr(self._lib, name).argtypes = arguments
-            getattr(self._lib, name).restype = {"fake_count": i64, "fake_stream": u64, "fake_pending": u64}.get(name)
+            returns = {"fake_count": i64, "fake_stream": u64, "fake_pending": u64, "fake_moved": ctypes.c_int}
+            getattr(self._lib, name).restype = returns.get(name)
 
     def reset(self) -> None:
         """Sets all knobs back; what was held goes on."""
         self.off(False)
         self._lib.fake_fail(b"", 0, 0, 0)
         self.slow(0.0)
+        self.memory()
+        self.dry(False)
+        self.reuse(False)
         self.go()
 
     def hold(self, kinds: int = ENGINE, *, steps: int = 0) -> None:
@@ -80,10 +91,37 @@ class FakeCuda:
         """The driver is torn down, as at the end of a process: all calls fail."""
         self._lib.fake_off(off)
 
+    def memory(self, total: int = 0, used: int = 0) -> None:
+        """Bytes of a device's memory (0: 64 GiB, or what FAKECUDA_TOTAL_BYTES in the environment says), and those of it
+        that are taken by others, such as a training's tensors. All devices share them."""
+        self._lib.fake_memory(total, used)
+
+    def reuse(self, reuse: bool = True) -> None:
+        """What is freed from now on is allocated again, for the next one that wants as much: most drivers do so."""
+        self._lib.fake_reuse(reuse)
+
+    def dry(self, dry: bool = True) -> None:
+        """Kernels that move runs only note them: what they are told lies nowhere."""
+        self._lib.fake_dry(dry)
+
+    def moved(self) -> list[tuple[int, int, int]]:
+        """Where to, where from and how many bytes: the runs of those kernels since `dry`, as they were launched."""
+        found, run = list[tuple[int, int, int]](), (ctypes.c_uint64 * 3)()
+        while self._lib.fake_moved(len(found), run):
+            found.append((run[0], run[1], run[2]))
+        return found
+
     def count(self, what: str) -> int:
         """contexts, streams, events, buffers, pinned: not given back; copies, kernels, calls: so far; under_way: copies
         and kernels that have not ended; depth: contexts that this thread has entered and not left."""
         return int(self._lib.fake_count(what.encode()))
+
+    def free(self, address: int) -> None:
+        """Frees memory past whoever allocated it, and has lost it."""
+        context = ctypes.c_void_p()
+        self._lib.cuCtxPushCurrent_v2(context)
+        assert self._lib.cuMemFree_v2(ctypes.c_uint64(address)) == 0
+        self._lib.cuCtxPopCurrent_v2(ctypes.byref(context))
 
     def owned(self) -> dict[str, int]:
         """All that was taken and not given back."""

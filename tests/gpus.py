@@ -11,7 +11,7 @@ import pytest
 from stepwell.gpus import Gpus
 from stepwell.native import DeviceEngine
 from stepwell.runtime import Runtime
-from tests.fakecuda import GATHER, SCATTER, FakeCuda
+from tests.fakecuda import GATHER, MOVE, SCATTER, FakeCuda
 from tests.state.standing import Standing, standing
 
 
@@ -24,7 +24,7 @@ def stand_in(driver: FakeCuda, patch: pytest.MonkeyPatch, *, kernels: bool) -> I
 
     def use(engine: DeviceEngine, index: int) -> None:
         if kernels:
-            engine.use_kernels(GATHER, SCATTER)
+            engine.use_kernels(GATHER, SCATTER, MOVE)
 
     made = Gpus(driver.path, stream=lambda gpu: stream, kernels=use)
     patch.setattr(runtime, "gpus", made)

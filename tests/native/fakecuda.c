@@ -4,16 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-static struct {
-    uint64_t address, bytes;
-} pinned[PINNED_MAX];
-int pinned_count;
 __thread int depth;
 static __thread void *current[DEPTH_MAX];
 static int contexts[DEVICES];
 
 /* Whether this call fails. Caller holds the lock. */
-static int fails(const char *name)
+int fails(const char *name)
 {
     counts.calls++;
     if (knobs.off)
@@ -26,37 +22,32 @@ static int fails(const char *name)
     return knobs.fail_error;
 }
 
-#define BEGIN(needs_context)                                        \
-    pthread_mutex_lock(&lock);                                      \
-    int error = fails(__func__);                                    \
-    if (!error && (needs_context) && !depth)                        \
-        error = INVALID_CONTEXT;                                    \
-    if (error) {                                                    \
-        pthread_mutex_unlock(&lock);                                \
-        return error;                                               \
-    }
-#define END                                                         \
-    pthread_mutex_unlock(&lock);                                    \
-    return error;
-
-/* Whether all, or no byte of it lies in one pinned stretch. */
-static bool in_one_piece(uint64_t address, uint64_t bytes, bool *is_pinned)
+/* Whether all, or no byte of it lies in one of these; `inside`: some does. */
+bool in_one_piece(const ranges *of, uint64_t address, uint64_t bytes, bool *inside)
 {
-    *is_pinned = false;
-    for (int i = 0; i < pinned_count; i++) {
-        uint64_t start = pinned[i].address, end = start + pinned[i].bytes;
+    *inside = false;
+    for (int i = 0; i < of->count; i++) {
+        uint64_t start = of->all[i].address, end = start + of->all[i].bytes;
         if (address + bytes <= start || address >= end)
             continue;
-        *is_pinned = true;
+        *inside = true;
         return address >= start && address + bytes <= end;
     }
     return true;
 }
 
-static int copy_across(stream *stream, void *to, const void *from, size_t bytes, const void *host)
+/* Whether it is in one allocation, or in what stands for a tensor. */
+static bool on_device(uint64_t address, uint64_t bytes)
 {
-    bool is_pinned;
-    if (!in_one_piece((uint64_t)(uintptr_t)host, bytes, &is_pinned))
+    bool inside;
+    return in_one_piece(&buffers, address, bytes, &inside) && in_one_piece(&pinned, address, bytes, &inside) && !inside;
+}
+
+static int copy_across(stream *stream, void *to, const void *from, size_t bytes, const void *host, const void *device)
+{
+    bool is_pinned, is_allocated;
+    if (!in_one_piece(&buffers, (uint64_t)(uintptr_t)device, bytes, &is_allocated) ||
+        !in_one_piece(&pinned, (uint64_t)(uintptr_t)host, bytes, &is_pinned))
         return INVALID_VALUE;
     counts.copies++;
     uint64_t number = put(stream, (operation){.kind = COPY, .to = to, .from = from, .bytes = bytes});
@@ -183,54 +174,68 @@ EXPORT int cuEventQuery(void *handle)
 EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *on)
 {
     BEGIN(true)
-    error = copy_across(stream_of(on), to, (const void *)(uintptr_t)from, bytes, to);
+    error = copy_across(stream_of(on), to, (const void *)(uintptr_t)from, bytes, to, (const void *)(uintptr_t)from);
     END
 }
 
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *on)
 {
     BEGIN(true)
-    error = copy_across(stream_of(on), (void *)(uintptr_t)to, from, bytes, from);
+    error = copy_across(stream_of(on), (void *)(uintptr_t)to, from, bytes, from, (const void *)(uintptr_t)to);
     END
 }
 
-EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *on)
 {
     BEGIN(true)
-    *address = (uint64_t)(uintptr_t)malloc(bytes);
-    counts.buffers++;
-    END
-}
-
-EXPORT int cuMemFree_v2(uint64_t address) { BEGIN(true) counts.buffers--; free((void *)(uintptr_t)address); END }
-
-EXPORT int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags)
-{
-    BEGIN(true)
-    bool is_pinned;
-    bool whole = in_one_piece((uint64_t)(uintptr_t)address, bytes, &is_pinned);
-    if (!whole || is_pinned)
-        error = ALREADY_REGISTERED;
-    else if (flags != 1 || !bytes || pinned_count == PINNED_MAX)
+    if (on_device(to, bytes) && on_device(from, bytes)) {
+        counts.copies++;
+        (void)put(stream_of(on), (operation){.kind = COPY, .to = (void *)(uintptr_t)to,
+                                             .from = (const void *)(uintptr_t)from, .bytes = bytes});
+    } else {
         error = INVALID_VALUE;
-    if (!error) {
-        pinned[pinned_count].address = (uint64_t)(uintptr_t)address;
-        pinned[pinned_count++].bytes = bytes;
     }
     END
 }
 
-EXPORT int cuMemHostUnregister(void *address)
+/* Whether a kernel leaves what was allocated. */
+static bool astray(const batch *pieces, unsigned count, uint64_t stage)
 {
-    BEGIN(true)
-    int at = 0;
-    while (at < pinned_count && pinned[at].address != (uint64_t)(uintptr_t)address)
-        at++;
-    if (at == pinned_count)
-        error = NOT_REGISTERED;
-    else
-        pinned[at] = pinned[--pinned_count];
-    END
+    bool found = false, inside;
+    for (unsigned i = 0; i < count && !found; i++)
+        found = !in_one_piece(&buffers, stage + pieces->offsets[i], pieces->lengths[i], &inside) ||
+                !in_one_piece(&buffers, pieces->addresses[i], pieces->lengths[i], &inside);
+    return found;
+}
+
+/* Whether units are what the runs come to; each run then goes by the same rules as a copy. */
+static bool sound(const moves *moves, unsigned units)
+{
+    uint32_t end = 0;
+    bool good = moves->count && moves->count <= RUNS_MAX && moves->unit_bytes && moves->unit_bytes % 16 == 0;
+    for (unsigned i = 0; good && i < moves->count; i++) {
+        end += (uint32_t)(((uint64_t)moves->lengths[i] + moves->unit_bytes - 1) / moves->unit_bytes);
+        good = moves->lengths[i] && moves->ends[i] == end &&
+               (knobs.dry || (on_device(moves->to[i], moves->lengths[i]) && on_device(moves->from[i], moves->lengths[i])));
+    }
+    return good && units == end;
+}
+
+/* The kernel that moves runs. Parameters are taken at the launch. */
+static int launch_moves(stream *stream, const moves *told, unsigned units)
+{
+    if (!sound(told, units))
+        return INVALID_VALUE;
+    counts.kernels++;
+    for (unsigned i = 0; knobs.dry && i < told->count && noted.count < NOTED_MAX; i++)
+        memcpy(noted.runs[noted.count++], (uint64_t[]){told->to[i], told->from[i], told->lengths[i]},
+               sizeof *noted.runs);
+    moves *runs = malloc(sizeof *runs);
+    *runs = *told;
+    if (knobs.dry)
+        runs->count = 0;
+    (void)put(stream, (operation){.kind = KERNEL, .value = MOVE, .moves = runs});
+    return SUCCESS;
 }
 
 EXPORT int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -239,8 +244,12 @@ EXPORT int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsi
     (void)shared, (void)extra;
     BEGIN(true)
     int kernel = (int)(uintptr_t)function;
-    if ((kernel != GATHER && kernel != SCATTER) || !grid_x || grid_x > PIECES_MAX || !grid_y || grid_z != 1 ||
-        !block_x || block_x > 1024 || block_y != 1 || block_z != 1) {
+    if (!grid_x || !grid_y || grid_z != 1 || !block_x || block_x > 1024 || block_y != 1 || block_z != 1) {
+        error = INVALID_VALUE;
+    } else if (kernel == MOVE) {
+        error = grid_y == 1 ? launch_moves(stream_of(on), parameters[0], grid_x) : INVALID_VALUE;
+    } else if ((kernel != GATHER && kernel != SCATTER) || grid_x > PIECES_MAX ||
+               astray(parameters[0], grid_x, *(uint64_t *)parameters[1])) {
         error = INVALID_VALUE;
     } else {
         counts.kernels++;

@@ -10,7 +10,8 @@ pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 struct knobs knobs;
 struct counts counts;
-static stream *user_default;
+struct noted noted;
+static stream *user_default, *streams;
 
 void drop(event *event)
 {
@@ -30,6 +31,12 @@ static void copy_pieces(const operation *op)
     }
 }
 
+static void move_runs(const moves *moves)
+{
+    for (unsigned i = 0; i < moves->count; i++)
+        memcpy((void *)(uintptr_t)moves->to[i], (const void *)(uintptr_t)moves->from[i], moves->lengths[i]);
+}
+
 /* Does what is not waiting and not recording. Without the lock. */
 static void perform(const operation *op, uint64_t slow_ns)
 {
@@ -37,6 +44,8 @@ static void perform(const operation *op, uint64_t slow_ns)
         nanosleep(&(struct timespec){(time_t)(slow_ns / 1000000000), (long)(slow_ns % 1000000000)}, NULL);
     if (op->kind == COPY)
         memcpy(op->to, op->from, op->bytes);
+    else if (op->kind == KERNEL && op->moves)
+        move_runs(op->moves);
     else if (op->kind == KERNEL)
         copy_pieces(op);
     else
@@ -83,6 +92,7 @@ static void *stream_main(void *argument)
         if (op->event)
             drop(op->event);
         free(op->pieces);
+        free(op->moves);
         free(op);
         pthread_cond_broadcast(&changed);
     }
@@ -117,6 +127,8 @@ stream *stream_new(int kind)
 {
     stream *fresh = calloc(1, sizeof *fresh);
     fresh->kind = kind;
+    fresh->next = streams;
+    streams = fresh;
     pthread_create(&fresh->thread, NULL, stream_main, fresh);
     return fresh;
 }
@@ -130,9 +142,41 @@ stream *stream_of(void *handle)
     return user_default;
 }
 
+static bool meet(uint64_t address, uint64_t bytes, uint64_t other, uint64_t other_bytes)
+{
+    return address < other + other_bytes && other < address + bytes;
+}
+
+static bool touches(const operation *op, uint64_t address, uint64_t bytes)
+{
+    uint64_t to = (uint64_t)(uintptr_t)op->to, from = (uint64_t)(uintptr_t)op->from;
+    bool found = meet(address, bytes, to, op->bytes) || meet(address, bytes, from, op->bytes);
+    for (unsigned i = 0; op->moves && i < op->moves->count && !found; i++)
+        found = meet(address, bytes, op->moves->to[i], op->moves->lengths[i]) ||
+                meet(address, bytes, op->moves->from[i], op->moves->lengths[i]);
+    for (unsigned i = 0; i < op->count && !found; i++)
+        found = meet(address, bytes, op->pieces->addresses[i], op->pieces->lengths[i]) ||
+                meet(address, bytes, to + op->pieces->offsets[i], op->pieces->lengths[i]);
+    return found;
+}
+
+/* Whether some stream has yet to read or to write there. */
+bool works_on(uint64_t address, uint64_t bytes)
+{
+    for (const stream *stream = streams; stream; stream = stream->next)
+        for (const operation *op = stream->head; op; op = op->next)
+            if (touches(op, address, bytes))
+                return true;
+    return false;
+}
+
 void end(stream *stream)
 {
     pthread_mutex_lock(&lock);
+    struct stream **link = &streams;
+    while (*link != stream)
+        link = &(*link)->next;
+    *link = stream->next;
     stream->ending = true;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
@@ -171,6 +215,35 @@ EXPORT void fake_fail(const char *name, int64_t nth, int error, int64_t times)
     pthread_mutex_unlock(&lock);
 }
 
+/* Bytes of the device's memory (0: as many as it has by itself), and those that others hold. */
+EXPORT void fake_memory(uint64_t total, uint64_t used)
+{
+    pthread_mutex_lock(&lock);
+    knobs.total = total;
+    knobs.used = used;
+    pthread_mutex_unlock(&lock);
+}
+
+/* From now on runs are noted, not moved: they lie nowhere. */
+EXPORT void fake_dry(int dry)
+{
+    pthread_mutex_lock(&lock);
+    knobs.dry = dry;
+    noted.count = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/* The run with that number among the noted: to, from, bytes. 0: there are not as many. */
+EXPORT int fake_moved(uint64_t number, uint64_t *run)
+{
+    pthread_mutex_lock(&lock);
+    int found = number < noted.count;
+    if (found)
+        memcpy(run, noted.runs[number], sizeof noted.runs[number]);
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
 /* The process is ending: every call fails. */
 EXPORT void fake_off(int off)
 {
@@ -185,7 +258,7 @@ EXPORT int64_t fake_count(const char *what)
         const char *name;
         int64_t value;
     } all[] = {{"contexts", counts.contexts}, {"streams", counts.streams}, {"events", counts.events},
-               {"buffers", counts.buffers},   {"pinned", pinned_count},    {"copies", counts.copies},
+               {"buffers", buffers.count},    {"pinned", pinned.count},    {"copies", counts.copies},
                {"kernels", counts.kernels},   {"calls", counts.calls},     {"depth", depth},
                {"under_way", counts.under_way}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stepwell.native import DeviceEngine, Done, Engine, Job, Latch, Op, PieceMap, Region, probe_device
+from stepwell.native import (
+    DeviceEngine,
+    Done,
+    Engine,
+    Job,
+    Latch,
+    Op,
+    PieceMap,
+    Region,
+    device_total_bytes,
+    probe_device,
+)
 from stepwell.native._kernels import GATHER, SCATTER, SOURCE
 
 Run = Callable[[Engine, list[Job]], list[Done]]
@@ -140,3 +152,24 @@ def test_a_capture_is_told(torch: Any, gpu: DeviceEngine) -> None:
             gpu.mark(torch.cuda.current_stream().cuda_stream)
     graph.replay()
     assert tensor.sum().item() == 10
+
+
+def test_memory_beside_that_of_torch(torch: Any, gpu: DeviceEngine) -> None:
+    """It is refused without harm where there is none, and can be had while a graph is captured."""
+    total = device_total_bytes(0)
+    assert gpu.memory()[1] == total == torch.cuda.mem_get_info(0)[1]
+    with pytest.raises(OSError, match="cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        gpu.allocate(total)
+    assert caught.value.errno == errno.ENOMEM
+    tensor, stream = torch.ones(SLOT, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+    torch.cuda.empty_cache()  # as the capture does
+    before, graph = gpu.memory()[0], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        tensor.add_(1)
+        address = gpu.allocate(8 * SLOT)
+    graph.replay()
+    torch.cuda.synchronize()
+    held = gpu.memory()[0]
+    assert held <= before - 8 * SLOT and address % 256 == 0
+    gpu.free(address)
+    assert gpu.memory()[0] >= held + 8 * SLOT and (tensor == 2).all().item()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepwell.native._kernels import GATHER, PIECES_MAX, SCATTER, SOURCE
+from stepwell.native._kernels import GATHER, MOVE, PIECES_MAX, RUNS_MAX, SCATTER, SOURCE
 
 #: what the language gives its kernels, and the launch that the engine makes (see crossing.c)
 HOST = f"""
@@ -31,6 +31,14 @@ extern "C" void launch(int scatter, unsigned count, const batch *pieces, u8 *sta
             for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
                 scatter ? {SCATTER}(*pieces, stage) : {GATHER}(*pieces, stage);
 }}
+extern "C" void launch_move(unsigned units, const moves *all) {{
+    gridDim = {{units, 1, 1}};
+    blockDim = {{256, 1, 1}};
+    blockIdx.y = 0;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
+            {MOVE}(*all);
+}}
 """
 #: a misaligned access, which is an error on a GPU, traps
 FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
@@ -42,6 +50,17 @@ class Batch(ctypes.Structure):
         ("addresses", ctypes.c_uint64 * PIECES_MAX),
         ("offsets", ctypes.c_uint32 * PIECES_MAX),
         ("lengths", ctypes.c_uint32 * PIECES_MAX),
+    ]
+
+
+class Moves(ctypes.Structure):
+    _fields_ = [
+        ("to", ctypes.c_uint64 * RUNS_MAX),
+        ("origin", ctypes.c_uint64 * RUNS_MAX),
+        ("lengths", ctypes.c_uint32 * RUNS_MAX),
+        ("ends", ctypes.c_uint32 * RUNS_MAX),
+        ("count", ctypes.c_uint32),
+        ("unit_bytes", ctypes.c_uint32),
     ]
 
 
@@ -58,6 +77,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_a_launch_fits_its_parameters() -> None:
     """All devices take 4096 bytes: the batch, and the address of the stage."""
     assert ctypes.sizeof(Batch) + 8 <= 4096
+    assert ctypes.sizeof(Moves) <= 4096
 
 
 lengths = st.one_of(st.integers(0, 80), st.integers(1000, 1100), st.sampled_from([16_384, 65_535, 65_520]))
@@ -86,3 +106,30 @@ def test_every_alignment(kernels: ctypes.CDLL, pieces: list[tuple[int, int]], sc
         at, offset = at + length, offset + length
     kernels.launch(int(scatter), len(pieces), ctypes.byref(batch), ctypes.c_void_p(stage.ctypes.data))
     assert np.array_equal(memory, expected_memory) and np.array_equal(stage, expected_stage)
+
+
+@given(
+    runs=st.lists(
+        st.tuples(lengths.filter(bool), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=RUNS_MAX
+    ),
+    unit_bytes=st.sampled_from([64, 4096, 65_536]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_alignment_of_runs(
+    kernels: ctypes.CDLL, runs: list[tuple[int, int, int]], unit_bytes: int, seed: int
+) -> None:
+    """Both sides anywhere; a run is cut into units, whose last one is short."""
+    rng = np.random.default_rng(seed)
+    origin = rng.integers(0, 256, sum(length + gap for length, gap, _ in runs) + 64, dtype=np.uint8)
+    target = rng.integers(0, 256, sum(length + gap for length, _, gap in runs) + 64, dtype=np.uint8)
+    kept, expected = origin.copy(), target.copy()
+    batch, at, to, units = Moves(count=len(runs), unit_bytes=unit_bytes), 0, 0, 0
+    for index, (length, gap, target_gap) in enumerate(runs):
+        at, to, units = at + gap, to + target_gap, units + -(-length // unit_bytes)
+        batch.origin[index], batch.to[index] = origin.ctypes.data + at, target.ctypes.data + to
+        batch.lengths[index], batch.ends[index] = length, units
+        expected[to : to + length] = origin[at : at + length]
+        at, to = at + length, to + length
+    kernels.launch_move(units, ctypes.byref(batch))
+    assert np.array_equal(target, expected) and np.array_equal(origin, kept)
