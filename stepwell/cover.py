@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,10 @@ STASH_BYTES, STASH_BYTES_MAX = 1 << 20, 64 << 20
 
 Owners = np.ndarray[Any, np.dtype[np.intp]]
 Place = tuple[int, int]  # (owner, GPU or HOST)
+Latches = dict[Place, Latch]
+#: sets of latches that are made before a save needs them; saves follow each other, few are under way at once
+_READY_MAX = 2
+_version: Any = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Layout:
     chunks: list[list[tuple[bool, frozenset[Place]]]]  # of each shard: (urgent, whose bytes are in it)
     counts: Mapping[Place, int]  # how many chunks have bytes of theirs
     urgent: bool  # whether save() must wait for any chunk
+    _ready: list[Latches] = field(default_factory=list)  # shared by threads: taken and put one at a time
 
     @classmethod
     def of(cls, shards: Sequence[ShardPlan], owners: Owners, places: Owners, chunk_bytes: int) -> Layout:
@@ -44,6 +49,22 @@ class Layout:
         chunks = [_chunks(shard, owners, places, chunk_bytes) for shard in shards]
         counts = Counter(place for shard in chunks for _, found in shard for place in found)
         return cls(chunks, counts, any(urgent for shard in chunks for urgent, _ in shard))
+
+    def latches(self) -> Latches:
+        """One for each place, for one save."""
+        try:
+            return self._ready.pop()
+        except IndexError:
+            return self._new()
+
+    def make_ready(self) -> None:
+        """Makes latches for a later save. Each one is a native call, which gives the interpreter away: the thread
+        that calls save() might get it back much later."""
+        if len(self._ready) < _READY_MAX:
+            self._ready.append(self._new())
+
+    def _new(self) -> Latches:
+        return {place: Latch(count) for place, count in self.counts.items()}
 
 
 def _chunks(shard: ShardPlan, owners: Owners, places: Owners, chunk_bytes: int) -> list[tuple[bool, frozenset[Place]]]:
@@ -77,12 +98,12 @@ class Cover:
     """
 
     def __init__(
-        self, layout: Layout, snapshot: Snapshot, leaves: Sequence[Sequence[int]], owners: Sequence[tuple[Any, ...]]
+        self, layout: Layout, snapshot: Snapshot, leaves: Sequence[Leaves], owners: Sequence[tuple[Any, ...]]
     ) -> None:
         """leaves: of each owner, those that it covers; their tensors must not change before they are copied, or before
         their update is let through. owners: the guards that each of them stands for."""
         self.urgent, self.owners = layout.urgent, owners
-        self.latches = {place: Latch(count) for place, count in layout.counts.items()}
+        self.latches = layout.latches()
         self._layout, self._names = layout, snapshot.plan.structure.names
         self._watched = {owner: _Watched(mine, snapshot.tensors) for owner, mine in enumerate(leaves)}
         self._error: StepwellError | None = None
@@ -131,13 +152,25 @@ class Cover:
         self._watched.clear()
         for latch in self.latches.values():
             latch.open()
+        self._layout.make_ready()
+
+
+class Leaves:
+    """Some leaves of a plan, and how to get their tensors at once."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        few = len(numbers) < 2  # itemgetter gives no tuple then
+        self.of: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
+            (lambda tensors: [tensors[number] for number in numbers]) if few else itemgetter(*numbers)
+        )
 
 
 class _Watched:
     """Tensors that one owner covers, with their versions at the save."""
 
-    def __init__(self, leaves: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        self._leaves, self._tensors = leaves, list(map(tensors.__getitem__, leaves))
+    def __init__(self, leaves: Leaves, tensors: Sequence[torch.Tensor]) -> None:
+        self._leaves, self._tensors = leaves.numbers, leaves.of(tensors)
         self._versions = _versions(self._tensors)
 
     def changed(self) -> int | None:
@@ -150,7 +183,7 @@ class _Watched:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     try:
-        return list(map(attrgetter("_version"), tensors))
+        return list(map(_version, tensors))
     except RuntimeError:  # inference tensors count none
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
@@ -176,14 +209,13 @@ class Stash:
         if int(sizes[wanted].sum()) > STASH_BYTES_MAX:
             wanted[:] = False
         self.leaves = np.flatnonzero(wanted)
-        self._sizes = sizes[self.leaves]
-        self._on_host = _Shelf(np.flatnonzero(places[self.leaves] == HOST), self._sizes)
+        there = places[self.leaves]
+        self._on_host = _Shelf(self.leaves[there == HOST], sizes)
         self._on_gpu = []
-        for gpu in np.unique(places[self.leaves]).tolist():
-            if gpu != HOST:
-                shelf = _Shelf(np.flatnonzero(places[self.leaves] == gpu), self._sizes)
-                mine = [snapshot.tensors[leaf] for leaf in self.leaves[shelf.members].tolist()]
-                self._on_gpu.append((shelf, [each.detach().reshape(-1).view(torch.uint8) for each in mine]))
+        for gpu in np.unique(there[there != HOST]).tolist():
+            shelf = _Shelf(self.leaves[there == gpu], sizes)
+            mine = [snapshot.tensors[leaf] for leaf in shelf.leaves.tolist()]
+            self._on_gpu.append((shelf, [each.detach().reshape(-1).view(torch.uint8) for each in mine]))
 
     def put_aside(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot, with these leaves' bytes in memory of its own."""
@@ -193,24 +225,24 @@ class Stash:
         shelf = self._on_host
         if shelf.total:
             memory = torch.empty(shelf.total, dtype=torch.uint8)
-            targets = (shelf.offsets + memory.data_ptr()).tolist()
-            leaves = self.leaves[shelf.members]
-            for target, source, size in zip(targets, addresses[leaves].tolist(), shelf.sizes, strict=True):
+            targets = shelf.offsets + memory.data_ptr()
+            sources = addresses[shelf.leaves].tolist()
+            for target, source, size in zip(targets.tolist(), sources, shelf.sizes, strict=True):
                 ctypes.memmove(target, source, size)
-            addresses[leaves] = targets
+            addresses[shelf.leaves] = targets
             kept.append(memory)
         for shelf, flat in self._on_gpu:
             memory = torch.cat(flat)
-            addresses[self.leaves[shelf.members]] = shelf.offsets + memory.data_ptr()
+            addresses[shelf.leaves] = shelf.offsets + memory.data_ptr()
             kept.append(memory)
-        return replace(snapshot, addresses=addresses, tensors=kept)
+        return Snapshot(snapshot.plan, snapshot.tree, addresses, kept, snapshot.storages, snapshot.live)
 
 
 class _Shelf:
-    """Where in one piece of memory each of them lies, one behind the other."""
+    """Where in one piece of memory each of some leaves lies, one behind the other."""
 
-    def __init__(self, members: Owners, sizes: Owners) -> None:
-        self.members, mine = members, sizes[members]
+    def __init__(self, leaves: Owners, sizes: Owners) -> None:
+        self.leaves, mine = leaves, sizes[leaves]
         self.sizes: list[int] = mine.tolist()
         self.offsets = np.cumsum(mine) - mine
         self.total = int(mine.sum())

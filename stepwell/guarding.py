@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepwell.cover import COVERED_BYTES_MIN, FIXED, UNCOVERED, Cover, Layout, Owners, Stash
+from stepwell.cover import COVERED_BYTES_MIN, FIXED, UNCOVERED, Cover, Layout, Leaves, Owners, Stash
 from stepwell.errors import ConfigError, StateError
 from stepwell.native import Latch
 from stepwell.saving import Save
@@ -145,17 +145,19 @@ class _Lazy:
     owner: int  # whose tensors in that save
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Known:
     """What was worked out for the last save of a state; serves the next one if nothing has changed."""
 
     guards: list[Guard]
     signatures: list[tuple[int, ...]]
     plan: Plan
+    same: Array  # of all leaves, those of the last save: captures give the same array again while nothing moves
     where: Array  # the leaves whose addresses matter: others may be new at each save, as RNG states are
     addresses: Array  # of these
     owners: list[tuple[Guard, ...]]  # by their numbers: tensors of several guards wait for none of them alone
-    leaves: list[list[int]]  # of each owner
+    leaves: list[Leaves]  # of each owner
+    held: Leaves  # whose memory is read after save() has returned, or while it waits
     stash: Stash
     layout: Layout
 
@@ -220,7 +222,7 @@ class Guards:
         known = self._look_up(snapshot, state, guards)
         if not known.layout.counts:
             return snapshot, None
-        snapshot.hold()
+        snapshot.hold(known.held.of(snapshot.tensors))
         cover = Cover(known.layout, snapshot, known.leaves, known.owners)
         return known.stash.put_aside(snapshot), cover
 
@@ -231,8 +233,9 @@ class Guards:
                 known.plan is snapshot.plan
                 and known.guards == guards
                 and known.signatures == signatures
-                and np.array_equal(known.addresses, addresses[known.where])
+                and (known.same is addresses or np.array_equal(known.addresses, addresses[known.where]))
             ):
+                known.same = addresses
                 return known
         made = self._work_out(snapshot, state, guards, signatures)
         with self._lock:
@@ -259,10 +262,12 @@ class Guards:
             guards=guards,
             signatures=signatures,
             plan=plan,
+            same=snapshot.addresses,
             where=where,
             addresses=snapshot.addresses[where],
             owners=[tuple(guards[number] for number in numbers) for numbers in sets],
-            leaves=[np.flatnonzero(owners == owner).tolist() for owner in range(len(sets))],
+            leaves=[Leaves(np.flatnonzero(owners == owner).tolist()) for owner in range(len(sets))],
+            held=Leaves(np.flatnonzero(left != FIXED).tolist()),
             stash=stash,
             layout=Layout.of(plan.shards, left, places, self._chunk_bytes),
         )

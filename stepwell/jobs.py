@@ -7,7 +7,9 @@ torch.distributed is initialised.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,17 +77,23 @@ class Job:
 
 
 def current_job() -> Job:
-    """As torch.distributed and the scheduler's environment say now."""
+    """As torch.distributed says now, and the scheduler's environment at the first call."""
+    name, restarts = _scheduled(os.getpid())
+    dist = sys.modules.get("torch.distributed")  # who has initialised it has imported it
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return Job(dist.get_rank(), dist.get_world_size(), DistributedStore(), name, restarts)
+    return Job(0, 1, LocalStore(), name, restarts)
+
+
+@functools.cache
+def _scheduled(pid: int) -> tuple[str | None, int]:
+    """The job's name and its restarts. Looked up once a process, since each save asks: a launcher may set them in a
+    child that it forks, nobody sets them later."""
     name = next(
         (os.environ[k] for k in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID") if k in os.environ),
         None,
     )
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return Job(dist.get_rank(), dist.get_world_size(), DistributedStore(), name, restarts)
-    return Job(0, 1, LocalStore(), name, restarts)
+    return name, int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 async def wait_for(store: JobStore, key: str, timeout: float, what: str) -> bytes:

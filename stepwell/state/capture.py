@@ -43,6 +43,7 @@ class Snapshot:
     addresses: Array
     tensors: list[torch.Tensor]  # of each leaf, or a view of it
     storages: list[Any] = field(default_factory=list)  # see `hold`
+    live: frozenset[str] = frozenset()  # parts of which each tensor is known to be the state's own, to be written to
 
     @cached_property
     def skeleton(self) -> dict[str, Any]:
@@ -82,9 +83,10 @@ class Snapshot:
         """The bytes of one shard."""
         return ShardSource(self.plan.shards[shard_index], self.addresses, self.tensors, self.storages)
 
-    def hold(self) -> None:
-        """Keeps the tensors' memory alive also if they are given another meanwhile (`.data =`, `module.to`)."""
-        self.storages[:] = map(_Tensor.untyped_storage, self.tensors)
+    def hold(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Keeps the memory of these of the tensors (None: of all) alive also if they are given another meanwhile
+        (`.data =`, `module.to`)."""
+        self.storages[:] = map(_Tensor.untyped_storage, self.tensors if tensors is None else tensors)
 
     def let_go(self) -> None:
         """Keeps the tensors alive no longer; what `source` gave must not be read any more. The rest stays."""
@@ -155,7 +157,9 @@ def _recalled(state: Mapping[Any, Any], recall: Recalling, plans: PlanCache) -> 
         aliases = find_aliases(tensors, addresses, structure.extents, structure.places, memory.alone)
         now = replace(memory, plan=plans.plan(structure, aliases), pointers=pointers, addresses=addresses)
     plans.recalled(memory, now)
-    return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs)
+    made = encoder.made  # few: the walk makes none of the tensors that it recalls
+    live = frozenset(span.part for span in spans if not any(span.first <= leaf < span.stop for leaf in made))
+    return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs, live)
 
 
 def _addresses(pointers: list[int]) -> Array:
@@ -171,6 +175,7 @@ def _snapshot(
     addresses: Array,
     tensors: list[torch.Tensor],
     graphs: Iterable[int],
+    live: frozenset[str] = frozenset(),
 ) -> Snapshot:
     """graphs: leaves that keep a graph alive as they are."""
     for leaf in graphs:
@@ -180,7 +185,7 @@ def _snapshot(
         for leaf in plan.clones:
             tensors[leaf] = clone(tensors[leaf])
             addresses[leaf] = tensors[leaf].data_ptr()
-    return Snapshot(plan, tree, addresses, tensors)
+    return Snapshot(plan, tree, addresses, tensors, live=live)
 
 
 def _walk(

@@ -28,6 +28,8 @@ from stepwell.state.values import Node
 
 #: containers inside containers; JSON parsers and Python's own stack have limits a little above
 DEPTH_MAX = 100
+#: dicts and lists of so many plain tensors are remembered as a whole
+_MANY = 32
 _PLAIN = frozenset({torch.Tensor, Parameter})
 _STRINGS = frozenset({str})
 _SELF = frozenset({type(None), bool})
@@ -36,11 +38,11 @@ _FACTORIES = {kind: kind.__name__ for kind in (int, float, str, bool, list, dict
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Provided:
-    """An object with a provider, its node, and the range of its leaves."""
+    """An object with a provider, or a dict or list of many plain tensors, its node, and the range of its leaves."""
 
     value: Any
     name: str
-    node: list[Any]
+    node: Node
     first: int
     stop: int
 
@@ -51,6 +53,9 @@ class Recall(Protocol):
     def node_of(self, encoder: Encoder, value: Any, name: str, provider: str) -> list[Any] | None:
         """The object's node; its leaves are added to the encoder's. None if the object must be walked over."""
 
+    def node_of_many(self, encoder: Encoder, value: dict[Any, Any] | list[Any], name: str) -> Node | None:
+        """The same for what may be a dict or list of many plain tensors."""
+
 
 class Encoder:
     """One walk over one state. After it, `tensors` and `names` list the leaves in the state's order."""
@@ -59,11 +64,13 @@ class Encoder:
         self.state = state
         self.careful = careful
         self.recall = recall
-        self.provided: list[Provided] = []  # in the order in which their nodes were finished
+        self.provided: list[Provided] = []  # what a recall may know, in the order in which the nodes were finished
         self.tensors: list[torch.Tensor] = []
-        self.names: list[str] = []
+        self.names: list[str] = []  # "" for those of `recalled`
+        self.recalled: list[tuple[int, int]] = []  # (first, stop) of leaves that `recall` has added, in their order
         self.classes: dict[int, str] = {}  # leaf -> class, where it is a subclass that plain data cannot tell
         self.replicated: set[int] = set()  # leaves inside Replicated(...)
+        self.made: set[int] = set()  # leaves that the walk, or a provider, has made: not the state's own tensors
         self._cache: dict[str, Any] = {}
         self._active: set[int] = set()
 
@@ -112,6 +119,8 @@ class Encoder:
         return ["t", len(self.tensors) - 1]
 
     def _dict(self, value: dict[Any, Any], name: str) -> Node:
+        if (known := self._known(value, name)) is not None:
+            return known
         out: dict[str, Node] = {}
         prefix = f"{name}." if name else ""
         if self.careful or not _has_json_keys(value):
@@ -121,6 +130,7 @@ class Encoder:
             out = {key: ["t", leaf] for leaf, key in enumerate(value, len(tensors))}
             tensors += value.values()
             names += map(prefix.__add__, value)
+            self._note(value, name, out)
             return out
         for key, item in value.items():
             if type(item) in _PLAIN:
@@ -130,6 +140,25 @@ class Encoder:
             else:
                 out[key] = self.encode(item, prefix + key)
         return out
+
+    def _list(self, value: list[Any], name: str) -> Node:
+        if (known := self._known(value, name)) is not None:
+            return known
+        node = ["l", *self._items(value, name)]
+        if _PLAIN.issuperset(map(type, value)) and not self.careful:
+            self._note(value, name, node)
+        return node
+
+    def _known(self, value: dict[Any, Any] | list[Any], name: str) -> Node | None:
+        if self.recall is None or len(value) < _MANY:
+            return None
+        return self.recall.node_of_many(self, value, name)
+
+    def _note(self, value: dict[Any, Any] | list[Any], name: str, node: Node) -> None:
+        """The last leaves are those of a dict or list of plain tensors."""
+        if len(value) >= _MANY:
+            count = len(self.tensors)
+            self.provided.append(Provided(value, name, node, count - len(value), count))
 
     def _dict_carefully(self, value: Mapping[Any, Any], name: str) -> Node:
         if type(value) is dict and _has_json_keys(value):
@@ -166,6 +195,7 @@ class Encoder:
         return ["bt", self._raw_leaf(np.frombuffer(bytes(value), np.uint8), name), type(value).__name__]
 
     def _raw_leaf(self, array: np.ndarray[Any, Any], name: str) -> Node:
+        self.made.add(len(self.tensors))
         return self._leaf(tensor_over(array), name)
 
     def _array(self, array: np.ndarray[Any, Any], name: str) -> Node:
@@ -178,6 +208,7 @@ class Encoder:
         rows = np.ascontiguousarray(turned).reshape(turned.shape)
         dtype = DTYPE.get(array.dtype.name) if array.dtype.isnative and array.dtype.kind in "biufc" else None
         data = tensor_over(rows)
+        self.made.add(len(self.tensors))
         leaf = self._leaf(data if dtype is None else data.view(dtype).view(rows.shape), name)
         return ["na", leaf, values.numpy_dtype_text(array.dtype), order, *array.shape]
 
@@ -234,6 +265,7 @@ class Encoder:
         with torch._C.DisableTorchFunctionSubclass():
             plain = tensor.detach().as_subclass(torch.Tensor)
             plain.requires_grad_(tensor.requires_grad)
+        self.made.add(len(self.tensors))
         node = self._leaf(plain, name)
         self.classes[len(self.tensors) - 1] = class_name(kind)
         return node
@@ -243,7 +275,7 @@ class Encoder:
             known = self.recall.node_of(self, value, name, provider_name)
             if known is not None:
                 return known
-        first = len(self.tensors)
+        first, before = len(self.tensors), len(self.provided)
         provider = provider_named(provider_name)
         assert provider is not None
         context = Context(name, self.state, cache=self._cache)
@@ -251,6 +283,8 @@ class Encoder:
         if tree is value:
             raise StateError(f"The provider {provider_name!r} answered with the object itself", key=name)
         node = ["p", provider_name, class_name(type(value)), self.encode(tree, name)]
+        self.made.update(range(first, len(self.tensors)))
+        self.provided[before:] = [each for each in self.provided[before:] if each.name != name]  # not its tree
         self.provided.append(Provided(value, name, node, first, len(self.tensors)))
         return node
 
@@ -302,7 +336,7 @@ def _has_json_keys(value: Mapping[Any, Any]) -> bool:
 
 _CONTAINERS: dict[type, Any] = {
     dict: Encoder._dict,
-    list: lambda encoder, value, name: ["l", *encoder._items(value, name)],
+    list: Encoder._list,
     tuple: lambda encoder, value, name: ["u", *encoder._items(value, name)],
     collections.OrderedDict: lambda encoder, value, name: ["od", *encoder._pairs(value, name)],
     collections.Counter: lambda encoder, value, name: ["ct", *encoder._pairs(value, name)],

@@ -2,9 +2,9 @@
 
 Walking a model of 1,000 tensors costs milliseconds, of which the training loop waits for each; most steps change
 values only. So the walk's outcome is used again while nothing that it depends on has changed. What that is, is compared
-here, by whole lists, which cost nanoseconds an entry: keys, classes, and the identities of parameters. Nothing is kept
-of the objects themselves: equal lists of the identities of objects that live at one time mean that the same places
-hold the same objects as each other, which is all that names and ties depend on.
+here, by whole lists, made natively, which cost nanoseconds an entry: keys, classes, and the identities of parameters.
+Nothing is kept of the objects themselves: equal lists of the identities of objects that live at one time mean that the
+same places hold the same objects as each other, which is all that names and ties depend on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stepwell.native._objects import entries, identities, look
 from stepwell.state.modules import HOOKS, METHODS, has_own_methods, wrapped_child
 
 #: a module inside modules; deeper ones, and those inside themselves, are walked over each time
@@ -24,9 +25,22 @@ _LEVELS_MAX = 100
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _inside: Any = attrgetter("__dict__")
 _modules: Any = itemgetter("_modules")
-_held: Any = itemgetter("_parameters", "_buffers", "_non_persistent_buffers_set", *HOOKS)
+_HELD, _NOTED = ("_parameters", "_buffers"), ("_non_persistent_buffers_set", *HOOKS)
+_held: Any = itemgetter(*_HELD, *_NOTED)
 _values: Any = methodcaller("values")
 _KeysView: Any = type({}.keys())
+
+
+def look_at_module(root: torch.nn.Module) -> tuple[Any, list[Any]] | None:
+    """A fingerprint, equal to others while nothing that a walk depends on has changed, and the parameters and buffers,
+    all of them, as `study_module` lists them; None if it is a kind of its own."""
+    found = look(root, _LEVELS_MAX, "_modules", _HELD, _NOTED, METHODS)
+    if found is None:
+        return study_module(root)
+    trace, classes, (parameters, buffers) = found
+    trace.append(set(filter(has_own_methods, classes)))  # asked each time: classes change, too
+    trace.append(identities(parameters))
+    return trace, parameters + buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +92,15 @@ def _starts(counts: list[int]) -> list[int]:
     return list(accumulate(counts, initial=0))
 
 
-def look_at_module(root: torch.nn.Module) -> tuple[ModulePrint, list[Any]] | None:
-    """Its fingerprint, and its parameters and buffers, all of them; None if it is a kind of its own."""
+def study_module(root: torch.nn.Module) -> tuple[ModulePrint, list[Any]] | None:
+    """What it consists of, and its parameters and buffers, all of them; None if it is a kind of its own."""
     try:
-        return _look(root)
+        return _study(root)
     except (AttributeError, KeyError, TypeError):  # not what a module of torch consists of
         return None
 
 
-def _look(root: torch.nn.Module) -> tuple[ModulePrint, list[Any]] | None:
+def _study(root: torch.nn.Module) -> tuple[ModulePrint, list[Any]] | None:
     level: list[Any] = [root]
     inside: list[dict[str, Any]] = []
     classes: list[type] = []
@@ -146,10 +160,9 @@ class OptimizerPrint:
 
     cls: type
     groups: list[int]  # parameters in each
-    parameters: list[int]  # identities
-    states: list[int]  # identities of the parameters that have state
-    counts: list[int]  # of what each state has
-    fields: list[Any]
+    parameters: bytes  # identities
+    keys: bytes  # of the state: identities
+    states: list[Any]  # the trace of the state
 
 
 def look_at_optimizer(optimizer: Any) -> tuple[OptimizerPrint, list[Any]] | None:
@@ -159,16 +172,10 @@ def look_at_optimizer(optimizer: Any) -> tuple[OptimizerPrint, list[Any]] | None
         return None
     if any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS):
         return None
-    parameters = [group["params"] for group in optimizer.param_groups]
-    states = list(optimizer.state.values())
-    if not {*map(type, states)} <= {dict}:
+    found = entries(optimizer.state)
+    if found is None:
         return None
-    made = OptimizerPrint(
-        cls=cls,
-        groups=list(map(len, parameters)),
-        parameters=list(map(id, _chained(parameters))),
-        states=list(map(id, optimizer.state)),
-        counts=list(map(len, states)),
-        fields=list(_chained(states)),
-    )
-    return made, list(_chained(map(dict.values, states)))
+    states, keys, values = found
+    groups = [group["params"] for group in optimizer.param_groups]
+    parameters = identities(list(_chained(groups)))
+    return OptimizerPrint(cls, list(map(len, groups)), parameters, identities(keys), states), values

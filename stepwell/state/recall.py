@@ -1,15 +1,16 @@
 """What is remembered of a capture, so that the next one of the same objects need not walk over them again.
 
-Modules and optimizers of the usual kind are recognised by their fingerprints (see `prints`): their nodes, names and the
-order of their tensors are taken over, and the live tensors are looked up in it. All else, plain values and settings
-such as learning rates too, is encoded anew. Then the tensors are compared in everything that a plan depends on
-(`Watch`), and their addresses. A memory refers to no tensor and no module, so that it keeps none alive.
+Modules and optimizers of the usual kind are recognised by their fingerprints (see `prints`), dicts and lists of many
+tensors by their keys: their nodes, names and the order of their tensors are taken over, and the live tensors are looked
+up in it. All else, plain values and settings such as learning rates too, is encoded anew, unless it is the very same
+object of a kind that does not change. Then the tensors are compared in everything that a plan depends on (`Watch`), and
+their addresses. A memory refers to no tensor and no module, so that it keeps none alive.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -22,12 +23,13 @@ from stepwell.state.alias import Array
 from stepwell.state.encode import Encoder, Provided, join
 from stepwell.state.optim import modules_in
 from stepwell.state.plan import Plan
-from stepwell.state.prints import ModulePrint, OptimizerPrint, look_at_module, look_at_optimizer
+from stepwell.state.prints import OptimizerPrint, look_at_module, look_at_optimizer, study_module
 from stepwell.state.structure import Span
+from stepwell.state.values import encode_value
 from stepwell.state.whereabouts import places_of
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
-_Look = tuple[ModulePrint, list[Any]]
+_Look = tuple[Any, list[Any]]
 Looks = dict[int, _Look | None]  # id of a module -> what a look at it has found
 
 
@@ -40,17 +42,15 @@ class _Module:
     """A module that the last walk met: its leaves are `places` of what `look_at_module` lists."""
 
     first: int
-    names: list[str]
     node: list[Any]
-    seen: ModulePrint
+    seen: Any
     places: list[int]
 
     def recall(self, recall: Recalling, encoder: Encoder, value: torch.nn.Module, name: str) -> list[Any]:
         look = recall.look(value)
         if look is None or not recall.same(look[0], self.seen):
             raise Changed
-        encoder.tensors += _picked(look[1], self.places)
-        encoder.names += self.names
+        _add(encoder, _picked(look[1], self.places))
         return self.node
 
 
@@ -59,27 +59,104 @@ class _Optimizer:
     """An optimizer that the last walk met: the leaves of its state come first, then those of its settings."""
 
     first: int
-    names: list[str]
     node: list[Any]
     seen: OptimizerPrint
     params: list[Any]  # of each group, the node of its parameters
+    settings: list[_Settings | None]  # of each group, if they are plain values
 
     def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> list[Any]:
         look = look_at_optimizer(value)
         if look is None or look[0] != self.seen or not recall.same_names:
             raise Changed
-        encoder.tensors += look[1]
-        encoder.names += self.names
+        _add(encoder, look[1])
         groups: list[Any] = ["l"]
-        for index, (group, params) in enumerate(zip(value.param_groups, self.params, strict=True)):
+        known = zip(value.param_groups, self.params, self.settings, strict=True)
+        for index, (group, params, seen) in enumerate(known):
             settings = {key: item for key, item in group.items() if key != "params"}
-            node = encoder.encode(settings, join(name, f"param_groups.{index}"))
+            node: Any = None if seen is None else seen.node_of(settings)
+            if node is None:
+                node = encoder.encode(settings, join(name, f"param_groups.{index}"))
             if type(node) is dict:
                 node["params"] = params
             else:
                 node += ["params", params]
             groups.append(node)
         return [*self.node[:3], {"state": self.node[3]["state"], "param_groups": groups}]
+
+
+_STRINGS = frozenset({str})
+_FIXED = frozenset({bool, int, float, str, type(None)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """Settings of an optimizer's group that are plain values, which never change, and their node."""
+
+    values: dict[str, Any]
+    node: dict[str, Any]
+
+    @classmethod
+    def of(cls, group: Mapping[Any, Any], node: Any) -> _Settings | None:
+        values = {key: value for key, value in group.items() if key != "params"}
+        if type(node) is not dict or not all(map(_is_fixed, values.values())):
+            return None
+        return cls(values, {key: item for key, item in node.items() if key != "params"})
+
+    def node_of(self, values: dict[Any, Any]) -> dict[str, Any] | None:
+        """The node of settings under the same keys, of which numbers may have become others, as a scheduler's do; None
+        if they must be encoded."""
+        if not _same_keys(values, list(self.values)):
+            return None
+        node = self.node.copy()
+        for key, value, old in zip(values, values.values(), self.values.values(), strict=True):
+            if value is not old:
+                if type(value) is not float:
+                    return None
+                node[key] = encode_value(value)
+        return node
+
+
+def _same_keys(entries: dict[Any, Any], strings: list[str]) -> bool:
+    return list(entries) == strings and _STRINGS.issuperset(map(type, entries))
+
+
+def _is_fixed(value: Any) -> bool:
+    return type(value) in _FIXED or (type(value) is tuple and _FIXED.issuperset(map(type, value)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Many:
+    """A dict or list of plain tensors that the last walk met."""
+
+    first: int
+    count: int
+    node: Any
+    keys: list[str] | None  # None: a list
+
+    def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> Any:
+        tensors = value if self.keys is None else value.values()
+        if len(tensors) != self.count or (self.keys is not None and not _same_keys(value, self.keys)):
+            raise Changed
+        _add(encoder, tensors)  # that they are tensors, and plain ones, is seen when they are compared
+        return self.node
+
+
+def _add(encoder: Encoder, tensors: Collection[torch.Tensor]) -> None:
+    """Their names are known: strings by the thousand need not even be touched."""
+    first, count = len(encoder.tensors), len(tensors)
+    encoder.recalled.append((first, first + count))
+    encoder.tensors += tensors
+    encoder.names += [""] * count
+
+
+def _has_names(encoder: Encoder, names: list[str]) -> bool:
+    """Whether the walk gives all that it does not recall these names."""
+    at = 0
+    for first, stop in (*encoder.recalled, (len(names), len(names))):
+        if encoder.names[at:first] != names[at:first]:
+            return False
+        at = stop
+    return len(encoder.names) == len(names)
 
 
 class Recalling:
@@ -95,7 +172,17 @@ class Recalling:
         known = self.memory.objects.get(name)
         if known is None:
             return None
-        if known.first != len(encoder.tensors) or known.node[1] != provider:
+        if isinstance(known, _Many) or known.first != len(encoder.tensors) or known.node[1] != provider:
+            raise Changed
+        return known.recall(self, encoder, value, name)
+
+    def node_of_many(self, encoder: Encoder, value: dict[Any, Any] | list[Any], name: str) -> Any:
+        known = self.memory.objects.get(name)
+        if known is None:
+            return None
+        if not isinstance(known, _Many) or known.first != len(encoder.tensors):
+            raise Changed
+        if (known.keys is None) != (type(value) is list):
             raise Changed
         return known.recall(self, encoder, value, name)
 
@@ -105,7 +192,7 @@ class Recalling:
             self._looks[id(module)] = look_at_module(module)
         return self._looks[id(module)]
 
-    def same(self, now: ModulePrint, seen: ModulePrint) -> bool:
+    def same(self, now: Any, seen: Any) -> bool:
         """Whether a module has the fingerprint that it had."""
         key = id(now), id(seen)
         if key not in self._same and now == seen:
@@ -148,7 +235,7 @@ class Watch:
             self._kinds = _kinds(tensors)
             return lambda *now: _kinds(now) == self._kinds
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the same, one by one, and the same object wherever two were."""
         if len(tensors) != len(self._places) + len(self._repeats):
             return False
@@ -173,8 +260,8 @@ class Memory:
     """What a capture leaves behind for the next one."""
 
     plan: Plan
-    modules: list[tuple[str, ModulePrint]]  # all of the state, as they give parameters their names
-    objects: dict[str, _Module | _Optimizer]  # dotted name -> what is recognised there
+    modules: list[tuple[str, Any]]  # fingerprints of all of the state, as they give parameters their names
+    objects: dict[str, _Module | _Optimizer | _Many]  # dotted name -> what is recognised there
     watch: Watch
     alone: frozenset[int]  # leaves that a walk gives as new objects
     graphs: list[int]  # leaves that keep a graph alive unless they are detached
@@ -185,7 +272,7 @@ class Memory:
         """Whether the walk has met all that the plan is about, and nothing else."""
         structure, tensors = self.plan.structure, encoder.tensors
         if (
-            encoder.names != structure.names
+            not _has_names(encoder, structure.names)
             or spans != structure.spans
             or encoder.replicated != structure.replicated
             or sorted(encoder.classes.items()) != structure.subclasses
@@ -207,7 +294,7 @@ def remember(encoder: Encoder, plan: Plan, pointers: list[int], addresses: Array
     encoder: as the walk left it, with the tensors that it found.
     """
     looks: Looks = {}
-    modules: list[tuple[str, ModulePrint]] = []
+    modules: list[tuple[str, Any]] = []
     for key, module in modules_in(encoder.state):
         look = looks[id(module)] = look_at_module(module)
         if look is None:
@@ -215,12 +302,13 @@ def remember(encoder: Encoder, plan: Plan, pointers: list[int], addresses: Array
         modules.append((key, look[0]))
     counts = Counter(each.name for each in encoder.provided)
     live = list(encoder.tensors)
-    objects: dict[str, _Module | _Optimizer] = {}
+    objects: dict[str, _Module | _Optimizer | _Many] = {}
     alone: list[int] = []
     for each in encoder.provided:
         if counts[each.name] > 1:
             continue
-        known = _module(each, encoder, looks, live) or _optimizer(each, encoder, live)
+        names = plan.structure.names[each.first : each.stop]
+        known = _many(each) or _module(each, names, looks, live) or _optimizer(each, live)
         if known is not None:
             objects[each.name] = known
         if isinstance(known, _Module):
@@ -240,35 +328,43 @@ def remember(encoder: Encoder, plan: Plan, pointers: list[int], addresses: Array
     return memory if right and _PLAIN.issuperset(map(type, live)) else None
 
 
-def _module(each: Provided, encoder: Encoder, looks: Looks, live: list[torch.Tensor]) -> _Module | None:
+def _many(each: Provided) -> _Many | None:
+    if type(each.value) not in (dict, list):
+        return None
+    keys = list(each.value) if type(each.value) is dict else None
+    return _Many(each.first, len(each.value), each.node, keys)
+
+
+def _module(each: Provided, names: list[str], looks: Looks, live: list[torch.Tensor]) -> _Module | None:
     if each.node[1] != "module":
         return None
-    look = looks.get(id(each.value)) or look_at_module(each.value)
-    if look is None or not look[0].plain:
+    look, studied = looks.get(id(each.value)) or look_at_module(each.value), study_module(each.value)
+    if look is None or studied is None or not studied[0].plain:
         return None
-    order = look[0].order()
-    names = [join(each.name, name) for name, _ in order]
-    if names != encoder.names[each.first : each.stop]:
+    order = studied[0].order()
+    if [join(each.name, name) for name, _ in order] != names:
         return None
     places = [place for _, place in order]
     live[each.first : each.stop] = _picked(look[1], places)
-    return _Module(each.first, names, each.node, look[0], places)
+    return _Module(each.first, each.node, look[0], places)
 
 
-def _optimizer(each: Provided, encoder: Encoder, live: list[torch.Tensor]) -> _Optimizer | None:
+def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
     tree, look = each.node[3], look_at_optimizer(each.value) if each.node[1] == "optimizer" else None
     if look is None or type(tree) is not dict or list(tree) != ["state", "param_groups"]:
         return None
     seen, values = look
     stop = each.first + len(values)
-    if not set(seen.states) <= set(seen.parameters) or not all(map(is_, values, live[each.first : stop])):
+    parameters = {id(parameter) for group in each.value.param_groups for parameter in group["params"]}
+    if not parameters.issuperset(map(id, each.value.state)) or not all(map(is_, values, live[each.first : stop])):
         return None
     params = [node["params"] if type(node) is dict else node[-1] for node in tree["param_groups"][1:]]
-    return _Optimizer(each.first, encoder.names[each.first : stop], each.node, seen, params)
+    settings = [_Settings.of(*pair) for pair in zip(each.value.param_groups, tree["param_groups"][1:], strict=True)]
+    return _Optimizer(each.first, each.node, seen, params, settings)
 
 
 def _is_right(
-    known: _Module | _Optimizer, name: str, recalling: Recalling, walked: Encoder, live: Sequence[torch.Tensor]
+    known: _Module | _Optimizer | _Many, name: str, recalling: Recalling, walked: Encoder, live: Sequence[torch.Tensor]
 ) -> bool:
     """What is recalled is what the walk has found. Checked once, before it is relied on."""
     [each] = [each for each in walked.provided if each.name == name]
@@ -280,7 +376,7 @@ def _is_right(
         return False
     if node != each.node or len(probe.tensors) != each.stop:
         return False
-    return probe.names == walked.names[: each.stop] and all(map(is_, probe.tensors, live))
+    return _has_names(probe, walked.names[: each.stop]) and all(map(is_, probe.tensors, live))
 
 
 def _picked(items: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:

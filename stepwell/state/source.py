@@ -62,6 +62,12 @@ class ShardSource:
         gpus = self.plan.kinds(start, stop).gpus
         return [(gpu, self._gpu_maps[gpu]) for gpu in gpus]
 
+    def borders(self) -> tuple[Array, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Where each piece of the file begins, with the end of the last one, and whether it is in a GPU's memory."""
+        on_gpu = np.zeros(len(self._addresses), np.bool_)
+        on_gpu[self.plan.device] = True
+        return self.plan.offsets, on_gpu
+
     def has_host_pieces(self, start: int, stop: int) -> bool:
         """Whether any byte of [start, stop) is not in a GPU's memory."""
         self._require(start, stop)

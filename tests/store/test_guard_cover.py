@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.cover import FIXED, STASH_BYTES, STASH_BYTES_MAX, UNCOVERED, Layout, Stash
+from stepwell.cover import FIXED, STASH_BYTES, STASH_BYTES_MAX, UNCOVERED, Cover, Layout, Leaves, Stash
+from stepwell.native import Latch
 from stepwell.state import Snapshot, capture
 from stepwell.state.whereabouts import HOST
 
@@ -65,6 +66,37 @@ def test_what_is_put_aside_does_not_change_any_more(lengths: list[int], data: st
     for leaf in range(count):
         changed = bytes((each + 1) % 256 for each in before[leaf])
         assert _bytes(aside, leaf) == (before[leaf] if leaf in stash.leaves else changed)
+
+
+def test_latches_that_were_made_before_are_those_of_one_save_each() -> None:
+    snapshot = _captured([5000, 5000])
+    owners = np.array([0, 1], np.intp)
+    layout = Layout.of(snapshot.plan.shards, owners, snapshot.plan.structure.gpus, CHUNK)
+    leaves = [Leaves([0]), Leaves([1])]
+    seen: list[Latch] = []
+    for _ in range(4):
+        covers = [Cover(layout, snapshot, leaves, [(), ()]) for _ in range(3)]
+        latches = [latch for cover in covers for latch in cover.latches.values()]
+        assert [cover.latches.keys() for cover in covers] == [layout.counts.keys()] * 3
+        assert len(set(map(id, latches))) == 3 * len(layout.counts)
+        assert not {id(latch) for latch in latches} & {id(latch) for latch in seen}
+        for cover in covers:
+            assert {place: latch.left for place, latch in cover.latches.items()} == layout.counts
+            cover.end()
+            assert all(latch.wait(0) for latch in cover.latches.values())
+        seen += latches
+
+
+def test_a_change_of_any_covered_tensor_is_told_by_name() -> None:
+    snapshot = _captured([5000] * 5)
+    owners = np.array([0, 1, 0, UNCOVERED, 1], np.intp)
+    layout = Layout.of(snapshot.plan.shards, owners, snapshot.plan.structure.gpus, CHUNK)
+    for leaf, told in enumerate([True, True, True, False, True]):
+        cover = Cover(layout, snapshot, [Leaves([0, 2]), Leaves([1, 4])], [(), ()])
+        snapshot.tensors[leaf].add_(1)
+        error = cover.copied()
+        assert (error is not None) == told
+        assert error is None or error.where["key"] == f"model.w{leaf}"
 
 
 def test_large_tensors_and_too_many_are_not_put_aside() -> None:

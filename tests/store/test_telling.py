@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import stepwell
+from stepwell import jobs
 from stepwell.errors import (
     CheckpointNotFound,
     NoGoodCheckpoint,
@@ -38,6 +39,7 @@ def test_a_busy_run_names_user_host_pid_and_job_and_what_to_do(
         monkeypatch.delenv(name, raising=False)
     if job is not None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setattr(jobs, "_scheduled", jobs._scheduled.__wrapped__)  # another test may have asked before
     with stepwell.open(tmp_path / "run") as holder:
         holder.save(1, state()).wait()
         second = stepwell.open(tmp_path / "run")
