@@ -20,6 +20,7 @@ from stepwell.native import BLOCK_BYTES, Done, Job, Op
 from stepwell.ranges import Read
 from stepwell.reading import Caller, Crcs, Reading
 from stepwell.tiers.base import ChunkIO, Tier
+from stepwell.tiers.gpu import GpuTier
 from stepwell.tiers.host import Arena, HostTier, Priority, Slot
 
 #: what a read fails with if the file is gone or too short: no later one fares better
@@ -77,8 +78,8 @@ class Gpus(Protocol):
 
     def get(self, index: int, /) -> Gpu: ...
 
-    async def pin(self, arena: Arena, /) -> None:
-        """Makes an arena's memory quick to copy from and to."""
+    async def pin(self, arena: Arena, address: int | None = None, /) -> None:
+        """Makes an arena's memory quick to copy from and to; returns once what is at `address` (None: all) is so."""
 
 
 class NoGpus:
@@ -87,7 +88,7 @@ class NoGpus:
     def get(self, index: int, /) -> Gpu:
         raise AssertionError(f"nobody has opened GPU {index}")
 
-    async def pin(self, arena: Arena, /) -> None:
+    async def pin(self, arena: Arena, address: int | None = None, /) -> None:
         pass
 
 
@@ -103,8 +104,11 @@ def raise_failed(done: Done, driver: str = "") -> None:
 class Fetching:
     """The base of a mover: what it reads, verifies and puts into memory."""
 
-    def __init__(self, copier: Copier, arena: Arena, host: HostTier | None = None, gpus: Gpus | None = None) -> None:
-        self.copier, self.arena, self.host, self.gpus = copier, arena, host, gpus or NoGpus()
+    def __init__(
+        self, copier: Copier, arena: Arena, host: HostTier | None = None, gpus: Gpus | None = None,
+        gpu: GpuTier | None = None,
+    ) -> None:  # fmt: skip
+        self.copier, self.arena, self.host, self.gpus, self.gpu = copier, arena, host, gpus or NoGpus(), gpu
         self.edges = Edges(arena)
         self.neighbour: Neighbour | None = None
         self.on_used: Callable[[Reading, int], object] = lambda reading, number: None  # a chunk that memory gets
@@ -116,6 +120,11 @@ class Fetching:
         caller.gone = True
         if self._scattering:
             await asyncio.wait(set(self._scattering))
+
+    def follow(self, copying: asyncio.Future[Done]) -> None:
+        """It writes to a caller's memory until it is done."""
+        self._scattering.add(copying)
+        copying.add_done_callback(self._scattering.discard)
 
     def _edge(self, source: str, target: str, priority: Priority, write_limit: float | None = None) -> Edge:
         background = priority >= Priority.FLUSH
@@ -349,7 +358,7 @@ class Fetching:
         """Good bytes to GPUs' memory, all GPUs at once."""
         if not reading.gpu_pieces or reading.caller.gone:
             return
-        await self.gpus.pin(self.arena)
+        await self.gpus.pin(self.arena, address)
         gpus = [self.gpus.get(gpu) for gpu, _ in reading.gpu_pieces]
         copying = [
             gpu.up.start([
@@ -361,8 +370,7 @@ class Fetching:
             for gpu, (number, pieces) in zip(gpus, reading.gpu_pieces, strict=True)
         ]  # fmt: skip
         for each in copying:
-            self._scattering.add(each)
-            each.add_done_callback(self._scattering.discard)
+            self.follow(each)
         await asyncio.wait(copying)
         for gpu, each in zip(gpus, copying, strict=True):
             raise_failed(each.result(), gpu.trouble(gpu.up))
@@ -372,7 +380,6 @@ class Fetching:
         [scattering] = self.copier.start([
             Job(Op.SCATTER, address=address, length=read.length, pieces=pieces, pieces_offset=read.start, crcs=crcs)
         ])  # fmt: skip
-        self._scattering.add(scattering)
-        scattering.add_done_callback(self._scattering.discard)
+        self.follow(scattering)
         await asyncio.wait([scattering])
         return scattering.result()

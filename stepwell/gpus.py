@@ -3,16 +3,20 @@ between those copies and what training has enqueued on its streams."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from stepwell.fetching import Copier
+from stepwell.hostmem import local_rank
 from stepwell.native import AsyncEngine, DeviceEngine, Latch, Mark, _kernels
 from stepwell.tiers.host import Arena
+from stepwell.tripwire import arm
 
 log = logging.getLogger("stepwell")
 
@@ -26,7 +30,7 @@ def current_stream(gpu: int) -> int:
     return int(torch.cuda.current_stream(gpu).cuda_stream)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gpu:
     """One GPU."""
 
@@ -34,6 +38,17 @@ class Gpu:
     down: AsyncEngine
     up: AsyncEngine
     stream: Callable[[int], int]
+    make: Callable[[int, str], AsyncEngine]
+
+    @cached_property
+    def across(self) -> AsyncEngine:
+        """What copies within its memory, made when first used."""
+        return self.make(self.index, "across")
+
+    @property
+    def ways(self) -> list[AsyncEngine]:
+        """All that have been made."""
+        return [self.down, self.up, *([self.across] if "across" in self.__dict__ else [])]
 
     def mark(self) -> Mark:
         """Copies with this mark come after all that the current stream was given until now."""
@@ -41,12 +56,39 @@ class Gpu:
 
     def release(self, latch: Latch) -> None:
         """The current stream goes on after the copies that a latch, which is at zero, stands for."""
-        self._down.release(latch, self.stream(self.index))
+        stream = self.stream(self.index)
+        for way in self.ways:
+            assert isinstance(way.engine, DeviceEngine)
+            way.engine.release(latch, stream)
 
     def trouble(self, way: Copier) -> str:
         """The error that one of the two had last, in the driver's words; empty if it had none."""
         engine = way.engine if isinstance(way, AsyncEngine) else None
         return engine.last_error if isinstance(engine, DeviceEngine) and not engine.closed else ""
+
+    def allocate(self, size_bytes: int) -> int:
+        """The address of new memory of the GPU. Raises OSError if there is none. Any thread, as the next two."""
+        return self._down.allocate(size_bytes)
+
+    def free(self, address: int) -> None:
+        """Gives it back; nothing may be using it."""
+        self._down.free(address)
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        return self._down.memory()
+
+    def lend(self, addresses: Sequence[int]) -> None:
+        """Memory of the GPU that torch may have once it has no more of its own (see `tripwire`)."""
+        self._down.lend(addresses)
+
+    def take_back(self, addresses: Sequence[int]) -> list[bool]:
+        """It may not any more; False for what it has taken."""
+        return self._down.take_back(addresses)
+
+    def trips(self) -> tuple[int, int]:
+        """How often it has taken all that was lent, and how many bytes these were."""
+        return self._down.trips()
 
     @property
     def _down(self) -> DeviceEngine:
@@ -67,7 +109,7 @@ class Gpus:
         self._library, self._stream, self._use_kernels = library, stream, kernels or use_kernels
         self._kernels: list[object | None] = []  # held as long as engines may launch them
         self._open: dict[int, Gpu] = {}
-        self._pinned: weakref.WeakSet[Arena] = weakref.WeakSet()
+        self._pinning: weakref.WeakKeyDictionary[Arena, asyncio.Task[None]] = weakref.WeakKeyDictionary()
 
     def marks(self, indices: Iterable[int], run: Callable[[Coroutine[Any, Any, None]], None]) -> dict[int, Mark]:
         """For each of these GPUs, this moment of the caller's current stream. run: runs a coroutine on the event loop,
@@ -84,21 +126,44 @@ class Gpus:
         """Raises StepwellError if there is no such GPU."""
         if index in self._open:
             return
-        down, up = (DeviceEngine(f"gpu{index}-{way}", index, library=self._library) for way in ("down", "up"))
-        self._kernels += [self._use_kernels(engine, index) for engine in (down, up)]
-        self._open[index] = Gpu(index, AsyncEngine(down), AsyncEngine(up), self._stream)
+        down, up = (self._make(index, way) for way in ("down", "up"))
+        self._open[index] = Gpu(index, down, up, self._stream, self._make)
+
+    def _make(self, index: int, way: str) -> AsyncEngine:
+        engine = DeviceEngine(f"gpu{index}-{way}", index, library=self._library)
+        self._kernels.append(self._use_kernels(engine, index))
+        return AsyncEngine(engine)
+
+    async def device(self, index: int | None) -> Gpu:
+        """A GPU, opened if it is not. None: the one that is this process's, of those of its node. Raises StepwellError
+        if there is no such GPU."""
+        if index is None:
+            index = next(iter(self._open), local_rank())
+        await self.open(index)
+        arm(index)
+        return self._open[index]
 
     def release(self, gpu: int, latch: Latch) -> None:
         """See `Gpu.release`."""
         self._open[gpu].release(latch)
 
-    async def pin(self, arena: Arena) -> None:
+    async def pin(self, arena: Arena, address: int | None = None, /) -> None:
         """Registers an arena's memory, also what it gets later, so that GPUs copy at their full rate, and without
-        making the thread wait that asks them to."""
-        if arena in self._pinned or not self._open:
+        making the thread wait that asks them to. Returns once what is at `address` is registered; None: all that there
+        is. What is in use first is registered first."""
+        if not self._open:
             return
+        pinning = self._pinning.get(arena)
+        if pinning is None:
+            pinning = self._pinning[arena] = asyncio.ensure_future(self._register(arena))
+        if address is not None and not pinning.done():
+            await asyncio.sleep(0)  # it has begun
+            await arena.registered(address)
+        elif address is None:
+            await asyncio.shield(pinning)
+
+    async def _register(self, arena: Arena) -> None:
         engine = next(iter(self._open.values()))._down
-        self._pinned.add(arena)
 
         def pin(address: int, size_bytes: int) -> bool:
             with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile: nothing is copied any more
@@ -112,10 +177,10 @@ class Gpus:
 
     def close(self) -> None:
         """What was pinned is given back before."""
-        for arena in list(self._pinned):
+        for arena in list(self._pinning):
             arena.unregister()
         for gpu in self._open.values():
-            for way in (gpu.down, gpu.up):
+            for way in gpu.ways:
                 way.close()
                 way.engine.close()
         self._open.clear()
@@ -130,7 +195,7 @@ def use_kernels(engine: DeviceEngine, index: int) -> object | None:
     try:
         with cupy.cuda.Device(index):
             module = cupy.RawModule(code=_kernels.SOURCE)
-            handles = [module.get_function(name).kernel.ptr for name in (_kernels.GATHER, _kernels.SCATTER)]
+            handles = [module.get_function(name).kernel.ptr for name in _kernels.NAMES]
     except Exception as error:  # whatever NVRTC and the driver say: copies work without
         log.warning("small tensors are copied one by one: the GPU's kernels cannot be compiled: %s", error)
         return None

@@ -23,7 +23,7 @@ from stepwell.errors import StepwellError
 from stepwell.native import Region
 from stepwell.tiers._index import Index, OwnIndex, name_of
 from stepwell.tiers._sizes import Sizes
-from stepwell.tiers._slices import READY_SLOTS, Memory, Slices
+from stepwell.tiers._slices import READY_SLOTS, Memory, Slices, SlotMemory
 from stepwell.tiers._slots import Priority, Slot, Waiter, closed, no_memory
 from stepwell.tiers.base import CHUNK_BYTES, Chunk, EvictionPolicy
 
@@ -71,15 +71,18 @@ class Arena(Sizes):
         self._waiting: list[Waiter] = []
         self._numbers = itertools.count()
         self._is_short = False  # the system had less memory than the capacity
+        self._registering = False
+        self._pins: asyncio.Future[None] | None = None  # done once more memory is registered
         self._closed = False
 
-    def _slices(self, memory: Callable[[int], Memory]) -> Slices:
+    def _slices(self, memory: Callable[[int], Memory]) -> SlotMemory:
         """What they tell after others have taken their place is not heard any more."""
         made = Slices(
             self.slot_bytes, memory, self._background,
             lambda addresses: self._made_ready(addresses) if self._memory is made else None,
             lambda error: self._short(error) if self._memory is made else None,
         )  # fmt: skip
+        made.on_pinned = self._told_of_pins
         return made
 
     # -- size ----------------------------------------------------------------------------
@@ -96,7 +99,23 @@ class Arena(Sizes):
     async def register(self, pin: Callable[[int, int], bool], unpin: Callable[[int], object]) -> None:
         """Has `pin(address, bytes)` called for all memory that is ready, before this returns, and for what is made
         ready later, before it is handed out; `unpin(address)` at the end, if it was true."""
-        await asyncio.get_running_loop().run_in_executor(None, self._memory.pin, pin, unpin)
+        self._registering = True
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._memory.pin, pin, unpin)
+        finally:
+            self._registering = False
+            self._told_of_pins()
+
+    async def registered(self, address: int) -> None:
+        """Returns once the memory there has been registered, while `register` runs."""
+        while self._registering and not self._memory.is_settled(address):
+            self._pins = self._pins or asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._pins])
+
+    def _told_of_pins(self) -> None:
+        pins, self._pins = self._pins, None
+        if pins is not None:
+            pins.set_result(None)
 
     def unregister(self) -> None:
         """Takes `register` back."""
@@ -315,6 +334,10 @@ class Arena(Sizes):
         """Whether this chunk is here and somebody works with it."""
         slot = self._of(shard).get(number)
         return slot is not None and slot.users > 0
+
+    def taken(self, shard: Hashable) -> int:
+        """How many slots chunks of the shard have, also those on their way."""
+        return len(self._of(shard))
 
     def chunks(self, shard: Hashable) -> set[int]:
         """The numbers of the shard's chunks that are here whole."""

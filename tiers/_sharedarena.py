@@ -19,7 +19,7 @@ from stepwell.tiers._arena import SLOTS_MIN, Arena
 from stepwell.tiers._index import Index, SlotState
 from stepwell.tiers._sharedindex import Row, SharedIndex, Unusable
 from stepwell.tiers._shm import SLOTS, HeldFile, Lock
-from stepwell.tiers._slices import Memory
+from stepwell.tiers._slices import Memory, Slices
 from stepwell.tiers._slots import Slot
 from stepwell.tiers.base import Chunk
 
@@ -114,6 +114,7 @@ class SharedArena(Arena):
                 "another process opens it", self._kept * self.slot_bytes, capacity_bytes,
             )  # fmt: skip
         kept = {slot.index: slot for slot in slots if slot.chunk is not None}
+        assert isinstance(self._memory, Slices)
         for number, address in self._memory.find(list(kept)).items():
             kept[number].address = address
         self._slots = list(kept.values())

@@ -29,6 +29,24 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
+class SlotMemory(Protocol):
+    """Where an arena has its slots' memory from."""
+
+    def prepare_up_to(self, count: int) -> None: ...
+
+    def pin(self, pin: Callable[[int, int], bool], unpin: Callable[[int], object]) -> None: ...
+
+    def unpin(self) -> None: ...
+
+    def is_settled(self, address: int) -> bool: ...
+
+    def view(self, number: int, length: int) -> memoryview: ...
+
+    def stop(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class Slices:
     """Gives addresses of slots that are ready, in order, on the event loop that asked for them last."""
 
@@ -55,6 +73,9 @@ class Slices:
         self._preparing = self._closed = False
         self._unpinned: list[tuple[int, int]] = []  # address and bytes of what was made ready together
         self._pinned: list[tuple[int, int]] = []  # those that are pinned, and have left that list
+        self._refused: list[tuple[int, int]] = []  # those that could not be
+        self._in_pinning = 0  # those that are in none of the three, since a thread is pinning them
+        self.on_pinned: Callable[[], None] = lambda: None  # told on the loop that there are more of these two
         self._pin: Callable[[int, int], bool] | None = None
         self._unpin: Callable[[int], object] = lambda address: None
 
@@ -78,19 +99,46 @@ class Slices:
         self._pin_new()
 
     def _pin_new(self) -> None:
+        while True:
+            with self._lock:
+                if self._pin is None or self._closed or not self._unpinned:
+                    return
+                pin, unpin, piece = self._pin, self._unpin, self._unpinned.pop(0)
+                self._in_pinning += 1
+            pinned = False
+            try:
+                pinned = pin(*piece)
+            finally:
+                self._note(pin, unpin, piece, pinned)
+            if self._loop is not None:
+                self._tell(self.on_pinned)
+
+    def _note(
+        self, pin: Callable[[int, int], bool], unpin: Callable[[int], object], piece: tuple[int, int], pinned: bool
+    ) -> None:
+        """A piece has been pinned, or could not be; or that has been taken back meanwhile."""
         with self._lock:
-            if self._pin is None or self._closed:
+            if self._pin is pin:
+                (self._pinned if pinned else self._refused).append(piece)
+                self._in_pinning -= 1
                 return
-            pin, made, self._unpinned = self._pin, self._unpinned, []
-        pinned = [each for each in made if pin(*each)]
+        if pinned:
+            unpin(piece[0])
         with self._lock:
-            self._pinned += pinned
+            self._unpinned.append(piece)
+            self._in_pinning -= 1
+
+    def is_settled(self, address: int) -> bool:
+        """Whether the memory there is pinned, or cannot be."""
+        with self._lock:
+            return any(start <= address < start + size for start, size in (*self._pinned, *self._refused))
 
     def unpin(self) -> None:
         """Takes `pin` back."""
         with self._lock:
             self._pin, pinned, self._pinned = None, self._pinned, []
-            self._unpinned += pinned
+            self._unpinned += pinned + self._refused
+            self._refused = []
         for address, _ in pinned:
             self._unpin(address)
 
@@ -201,10 +249,10 @@ class Slices:
         return self._slices[at].view(within * self._slot_bytes, length)
 
     def stop(self) -> bool:
-        """Makes nothing ready any more; False while the thread still does."""
+        """Makes nothing ready any more, and pins nothing; False while a thread still does."""
         with self._lock:
             self._closed = True
-            return not self._preparing
+            return not (self._preparing or self._in_pinning)
 
     def close(self) -> None:
         """Gives the memory back. Nobody uses it, and `stop` has said True. Idempotent."""

@@ -206,7 +206,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(more=st.integers(1, 3))
     def grow(self, more: int) -> None:
         self.capacity += more
-        self.arena.grow(self.capacity * SLOT_BYTES)
+        self.loop.call_soon(self.arena.grow, self.capacity * SLOT_BYTES)
         self.turn()
 
     @rule(slots=st.integers(0, 20))

@@ -10,7 +10,7 @@ import pytest
 from stepwell.errors import TierFull, TierUnavailable
 from stepwell.native import Region
 from stepwell.policies.evict import LRU
-from stepwell.tiers import host
+from stepwell.tiers import _arenatier
 from stepwell.tiers.base import ChunkIO, Reservation
 from stepwell.tiers.host import HostTier, Priority
 from tests.contract.suite import MANIFEST, SHARD, Memory, data_of, get
@@ -117,7 +117,7 @@ def test_a_capacity_is_taken_at_the_start_or_when_it_is_needed(ahead: bool) -> N
 
 def test_memory_in_use_outlives_a_close_that_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     abandoned: list[object] = []
-    monkeypatch.setattr(host, "_abandoned", abandoned)
+    monkeypatch.setattr(_arenatier, "_abandoned", abandoned)
 
     async def scenario(tier: HostTier) -> None:
         slot = await tier.arena.acquire(Priority.RESTORE)
