@@ -20,6 +20,7 @@ from stepwell.lifting import Lifter
 from stepwell.pinning import Pins
 from stepwell.prefetching import Prefetch, Urgency
 from stepwell.tiers.base import Tier
+from stepwell.togpu import to_gpu
 from stepwell.units import format_bytes
 from stepwell.wanted import Choice, Item, Ref, item_of, own_attempt, resolve
 
@@ -84,7 +85,7 @@ class Ahead:
             if tier is self._chain.host:
                 await self._to_host(refs, handle, choice, max_bytes, job)
             else:
-                await self._to_storage(refs, tier, handle, choice, max_bytes, job)
+                await self._to_tier(refs, tier, handle, choice, max_bytes, job)
         finally:
             late.cancel()
 
@@ -122,7 +123,7 @@ class Ahead:
         await self.lift_items([item], handle)
         return handle.progress.total_bytes
 
-    async def _to_storage(
+    async def _to_tier(
         self, refs: Sequence[Ref], tier: Tier, handle: Prefetch, choice: Choice, max_bytes: int | None, job: Job
     ) -> None:
         if not choice.everything:
@@ -140,11 +141,14 @@ class Ahead:
             attempts.append((attempt, size))
         _say_left_out(left_out_bytes, max_bytes)
         handle.expect(used_bytes, left_out_bytes)
-        turns = self._turns.setdefault(tier.info.name, Turns())
+        turns, gpu = self._turns.setdefault(tier.info.name, Turns()), self._chain.gpu
         for attempt, size in attempts:
             async with turns.taken(handle.urgency):
                 with handle.watching(size) as watch:
-                    await self._lift(attempt, tier, job, choice.parts, watch)
+                    if gpu is not None and tier is gpu:
+                        await to_gpu(self._chain, gpu, attempt, job, choice.parts, watch)
+                    else:
+                        await self._lift(attempt, tier, job, choice.parts, watch)
 
     async def _size_bytes(self, attempt: Attempt, choice: Choice) -> int:
         """Of all parts: some tier may have only a few. Raises KeyMismatch for parts that the checkpoint has not,

@@ -23,10 +23,11 @@ from stepwell.policies.evict import EVICTION
 from stepwell.policies.flush import FlushNewest, FlushRule, side_by_side
 from stepwell.policies.prefetch import PrefetchNewest
 from stepwell.policies.retain import Best, Retain
-from stepwell.schema import BestRule, Capacity, EvictTable, PrefetchRule, TierConfig
+from stepwell.schema import BestRule, Capacity, EvictTable, PrefetchRule, TierConfig, is_memory
 from stepwell.settings import TierOptions
 from stepwell.tiers.base import EvictionPolicy, Tier
 from stepwell.tiers.file import FileTier
+from stepwell.tiers.gpu import GpuTier
 from stepwell.tiers.host import HostTier, chunk_bytes_for
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.pfs import PfsTier
@@ -77,7 +78,7 @@ def build(
 
     run: else `STEPWELL_RUN`, else the file's. mode: "r" makes tiers that write nothing, and of policies those that
     prefetch.
-    node: None looks at the machine. storage_only: leaves out the host tier, for which this machine may be too small.
+    node: None looks at the machine. storage_only: leaves out tiers in memory, for which this machine may be too small.
 
     Raises ConfigError for what only shows here: no run, a host tier larger than the memory or too small, a driver or
     policy that cannot be loaded or does not take what the file gives it.
@@ -87,7 +88,7 @@ def build(
     node = node or Node.here()
     tiers = []
     for i, tier in enumerate(config.tiers):
-        if storage_only and tier.driver == "host":
+        if storage_only and is_memory(tier):
             continue
         make = _MAKERS.get(tier.driver, make_other)
         if tier.driver == "host":
@@ -99,7 +100,7 @@ def build(
             raise mistakes.error(f"tier[{i}]" + (f".{key}" if key else ""), error.what, error.todo) from error.__cause__
     check_order([tier.info.name for tier in tiers], [tier.info.scope for tier in tiers], mistakes)
     policies = [*(_policies(config, mistakes) if mode == "w" else []), *_prefetches(config, mistakes)]
-    options = {tier.name: _options(tier) for tier in config.tiers if tier.driver != "host"}
+    options = {tier.name: _options(tier) for tier in config.tiers if not is_memory(tier)}
     return Built(name, tiers, policies, dict(config.settings), options)
 
 
@@ -123,7 +124,7 @@ def _options(tier: TierConfig) -> TierOptions:
 
 def _policies(config: Config, mistakes: Mistakes) -> list[Policy]:
     """One object for each rule of each tier. Without one, the first storage tier gets every save."""
-    storage = [(i, tier) for i, tier in enumerate(config.tiers) if tier.driver != "host"]
+    storage = [(i, tier) for i, tier in enumerate(config.tiers) if not is_memory(tier)]
     flushes: list[Policy] = []
     for i, tier in storage[1 if storage[0][1].flush in (None, "all") else 0 :]:
         flushes += _flushes(tier, f"tier[{i}]", mistakes, last=tier is storage[-1][1])
@@ -204,7 +205,7 @@ def _others_policy(tier: TierConfig, name: str, keywords: Mapping[str, Any], key
 
 
 def eviction_of(tier: TierConfig) -> Announced:
-    """What leaves the host tier first; what prefetches announce goes last, whoever's policy it is."""
+    """What leaves a tier in memory first; what prefetches announce goes last, whoever's policy it is."""
     table = tier.evict if isinstance(tier.evict, EvictTable) else EvictTable(policy=tier.evict)
     if table.policy in EVICTION:
         return Announced(EVICTION[table.policy]())
@@ -265,6 +266,15 @@ def make_host(tier: TierConfig, read_only: bool, node: Node, *, run: str = "", p
 def _place(last: TierConfig) -> str:
     """What tells runs of one name apart: alike for all processes of this node that open one run."""
     return f"{last.driver}:{last.name}" if last.path is None else os.path.realpath(last.path)
+
+
+def _make_gpu(tier: TierConfig, read_only: bool, node: Node) -> Tier:
+    """A size is of all GPUs of the node together, a percentage of each one."""
+    assert tier.capacity is not None
+    share, size = tier.capacity.fraction, tier.capacity.size_bytes
+    return GpuTier(
+        eviction_of(tier), None if size is None else max(1, size // node.local_ranks), tier.name, share=share
+    )
 
 
 def _make_memory(tier: TierConfig, read_only: bool, node: Node) -> Tier:
@@ -342,5 +352,5 @@ def make_other(tier: TierConfig, read_only: bool, node: Node) -> Tier:
 
 
 _MAKERS: dict[str, Callable[[TierConfig, bool, Node], Tier]] = {
-    "host": make_host, "memory": _make_memory, "file": _make_file, "pfs": _make_pfs,
+    "gpu": _make_gpu, "host": make_host, "memory": _make_memory, "file": _make_file, "pfs": _make_pfs,
 }  # fmt: skip

@@ -16,6 +16,7 @@ from stepwell.mover import Mover
 from stepwell.settings import Settings, TierOptions
 from stepwell.sharing import Sharing
 from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
+from stepwell.tiers.gpu import GpuTier
 from stepwell.tiers.host import HostTier
 
 #: starts background work and holds on to it until it is done
@@ -41,9 +42,14 @@ class Chain:
         return self.mover.host
 
     @property
+    def gpu(self) -> GpuTier | None:
+        """The tier in the memory of this process's GPU, if there is one."""
+        return self.mover.gpu
+
+    @property
     def storage(self) -> list[Tier]:
         """The tiers that outlive the process, nearest first."""
-        return [tier for tier in self.tiers if tier is not self.mover.host]
+        return [tier for tier in self.tiers if tier is not self.mover.host and tier is not self.mover.gpu]
 
     @property
     def first(self) -> Tier:

@@ -23,6 +23,7 @@ from stepwell.schema import (
     PrefetchRule,
     RetainTable,
     TierConfig,
+    is_memory,
 )
 from stepwell.tiers.base import Scope
 
@@ -58,9 +59,9 @@ def check_tier(tier: TierConfig, raw: Mapping[str, Any], key: str, mistakes: Mis
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", tier.name):
         todo = "Use letters, digits, '-' and '_'"
         raise mistakes.error(f"{key}.name", f"{tier.name!r} cannot name a tier", todo)
-    if tier.capacity is not None and tier.capacity.fraction is not None and tier.driver != "host":
+    if tier.capacity is not None and tier.capacity.fraction is not None and not is_memory(tier):
         todo = "Write a size such as '400GiB'"
-        raise mistakes.error(f"{key}.capacity", "a percentage is of memory, so only for the host tier", todo)
+        raise mistakes.error(f"{key}.capacity", "a percentage is of memory, so only for gpu and host tiers", todo)
     _check_driver(tier, raw, key, mistakes)
     if tier.driver == "host" and tier.path is not None and not tier.shared:
         raise mistakes.error(f"{key}.path", "private memory has no path", "Leave it out, or write shared = true")
@@ -102,7 +103,7 @@ def _check_driver(tier: TierConfig, raw: Mapping[str, Any], key: str, mistakes: 
             raise mistakes.error(f"{key}.{name}", f"the {tier.driver} driver has no {name!r}", todo)
     for name in sorted(rules.needs):
         if getattr(tier, name) is None:
-            todo = f'Write {name} = "/local/$USER"'
+            todo = f"Write {name} = " + ('"16GiB"' if name == "capacity" else '"/local/$USER"')
             raise mistakes.error(f"{key}.{name}", f"the {tier.driver} driver needs a {name}", todo)
     if tier.survives is not None and tier.survives not in rules.survives:
         todo = f"Leave it out; it is {min(rules.survives)!r}"
@@ -182,13 +183,17 @@ def check_chain(tiers: Sequence[TierConfig], mistakes: Mistakes) -> None:
             if tier.path is not None and tier.path == other.path:
                 what = f"tiers {other.name!r} and {tier.name!r} are the same folder, {tier.path}"
                 raise mistakes.error(f"tier[{i}].path", what, "Give each a folder of its own")
-        if tier.driver == "host" and i:
-            raise mistakes.error(f"tier[{i}]", "the host tier is not the nearest", "Move it up, before the others")
-    storage = [i for i, tier in enumerate(tiers) if tier.driver != "host"]
+        if tier.driver == "gpu" and i:
+            raise mistakes.error(f"tier[{i}]", "the gpu tier is not the nearest", "Move it up, before the others")
+        if tier.driver == "host" and any(other.driver != "gpu" for other in tiers[:i]):
+            what = "the host tier is not the nearest but that of a GPU"
+            raise mistakes.error(f"tier[{i}]", what, "Move it up, before the others")
+    storage = [i for i, tier in enumerate(tiers) if not is_memory(tier)]
     if not storage:
         todo = 'Add a [[tier]] with driver = "file" and a path'
         raise mistakes.error("tier", "there is no storage tier: nothing would outlive the process", todo)
-    _check_first(tiers[storage[0]], f"tier[{storage[0]}]", storage[0] > 0, mistakes)
+    hosted = any(tier.driver == "host" for tier in tiers)
+    _check_first(tiers[storage[0]], f"tier[{storage[0]}]", hosted, mistakes)
     scopes = [DRIVERS.get(tier.driver, OTHER_DRIVER).scope for tier in tiers]
     check_order([tier.name for tier in tiers], scopes, mistakes)
 

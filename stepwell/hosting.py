@@ -32,8 +32,8 @@ def _needed_bytes(host: HostTier, jobs: Sequence[ShardJob]) -> int:
 
 def has_room(host: HostTier, jobs: Sequence[ShardJob]) -> bool:
     """Whether all shards can be kept beside what only memory has, and what saves under way were promised."""
-    promised_bytes = host.promised_slots * host.arena.slot_bytes
-    return _needed_bytes(host, jobs) <= host.arena.keepable_bytes - promised_bytes
+    awaited_bytes = host.awaited_slots * host.arena.slot_bytes  # what has come of their promises is kept already
+    return _needed_bytes(host, jobs) <= host.arena.keepable_bytes - awaited_bytes
 
 
 def said_of(host: HostTier, jobs: Sequence[ShardJob]) -> str:
@@ -42,12 +42,12 @@ def said_of(host: HostTier, jobs: Sequence[ShardJob]) -> str:
     return f"{needed} needed, {free} of the arena's {format_bytes(host.arena.capacity_bytes)} can be kept"
 
 
-def not_hosted(save: Save, host: Tier, why: str) -> None:
-    """The checkpoint only passes through: waits for it in memory end."""
-    name = host.info.name
+def not_hosted(save: Save, tier: Tier, why: str) -> None:
+    """The checkpoint only passes through: waits for it in this memory end."""
+    name, kind = tier.info.name, tier.info.driver
     save.not_planned(name, NotPlanned(
-        f"the checkpoint does not stay in host memory: {why}",
-        todo="Give the host tier more memory, or wait for another tier", step=save.step, tier=name,
+        f"the checkpoint does not stay in {'GPU' if kind == 'gpu' else kind} memory: {why}",
+        todo=f"Give the {kind} tier more memory, or wait for another tier", step=save.step, tier=name,
     ))  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from stepwell.doctor import Diagnosis, Finding, examine
 from stepwell.errors import TierUnavailable
 from stepwell.hostmem import cgroup_limit_bytes
 from stepwell.reference import in_toml, keys_of
-from stepwell.schema import DRIVERS, OTHER_DRIVER, SETTINGS, TierConfig
+from stepwell.schema import DRIVERS, OTHER_DRIVER, SETTINGS, TierConfig, is_memory
 from stepwell.settings import Settings
 from stepwell.tiers.pfs import TIMEOUT_S
 from stepwell.tiers.shared import SHARED_ROOT, shared_room
@@ -96,7 +96,7 @@ def _trace(environ: Mapping[str, str]) -> Value:
 
 
 def _tiers(config: Config, node: Node) -> Iterator[Value]:
-    storage = [tier.name for tier in config.tiers if tier.driver != "host"]
+    storage = [tier.name for tier in config.tiers if not is_memory(tier)]
     for i, tier in enumerate(config.tiers):
         written = config.written["tier"][i]
         takes = DRIVERS.get(tier.driver, OTHER_DRIVER).takes
@@ -120,6 +120,8 @@ def _given(key: str, name: str, tier: TierConfig, written: Any, node: Node) -> V
     """A value that stands in the file."""
     if name == "path" and tier.path != written:
         return Value(key, tier.path, f"{tier.path}, written {in_toml(written)}", "derived")
+    if name == "capacity" and tier.capacity is not None and tier.driver == "gpu" and tier.capacity.fraction is not None:
+        return Value(key, written, f"{tier.capacity.fraction:.0%} of each GPU's memory", "file")
     if name == "capacity" and tier.capacity is not None:
         size = tier.capacity.of(node.limit_bytes)
         text = format_bytes(size)
@@ -175,7 +177,7 @@ def _default(key: str, name: str, tier: TierConfig, place: int) -> Value:
 def _look(config: Config) -> Diagnosis:
     """As `stepwell doctor` looks at the machine and at each tier's folder; of one that a tier would make, at the
     folder above."""
-    storage = [tier for tier in config.tiers if tier.driver != "host"]
+    storage = [tier for tier in config.tiers if not is_memory(tier)]
     exists = [(tier, *_exists(tier, Path(tier.path))) for tier in storage if tier.path is not None]
     seen = examine([place for _, place, _ in exists if place is not None])
     paths = {tier.path or str(SHARED_ROOT): _shared(tier) for tier in config.tiers if tier.shared}

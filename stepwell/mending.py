@@ -62,7 +62,7 @@ class Mender:
             }
             sources = [tier for tier in held if tier is not target]
             shard = next(s for s in record.shards if s.file == key.name)
-            if target not in held or target.info.read_only or target is chain.host or not sources:
+            if target not in held or target.info.read_only or target not in chain.storage or not sources:
                 continue
             files = dict(held[target])  # the catalog may lose sight of them: a tier does not answer each scan
             if (attempt.folder, name) in self._busy or await self._is_good(target, key, shard):
@@ -83,7 +83,7 @@ class Mender:
     async def _is_whole_elsewhere(self, attempt: Attempt, sources: Sequence[Tier]) -> bool:
         """While one shard is written again the copy is not committed: a crash then takes its other parts, too."""
         manifests = await self._chain.catalog.manifests(attempt)
-        return any(not m.absent for tier, m in manifests if tier in sources and tier is not self._chain.host)
+        return any(not m.absent for tier, m in manifests if tier in sources and tier in self._chain.storage)
 
     async def _is_good(self, tier: Tier, key: ShardKey, shard: ShardRecord) -> bool:
         """Whether what was wrong has passed: an error of the disk or the network, not of the bytes."""

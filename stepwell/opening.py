@@ -21,6 +21,7 @@ from stepwell.settings import Settings, TierOptions
 from stepwell.store import CheckpointStore
 from stepwell.tiers.base import Tier
 from stepwell.tiers.file import FileTier
+from stepwell.tiers.gpu import GpuTier
 from stepwell.tiers.host import HostTier
 from stepwell.units import parse_percent, parse_size
 
@@ -126,7 +127,9 @@ def _check_tiers(tiers: Sequence[Tier]) -> None:
     names = [tier.info.name for tier in tiers]
     if not tiers or len(set(names)) < len(names):
         raise ConfigError(f"every tier needs a name of its own, not {names}" if tiers else "there are no tiers")
-    if any(isinstance(tier, HostTier) for tier in tiers[1:]) or isinstance(tiers[-1], HostTier):
+    ranks = [0 if isinstance(tier, GpuTier) else 1 if isinstance(tier, HostTier) else 2 for tier in tiers]
+    if ranks != sorted(ranks) or ranks.count(0) > 1 or ranks.count(1) > 1 or ranks[-1] < 2:
         raise ConfigError(
-            f"the host tier comes first and storage after it, not {names}", todo="Put the tiers in order, nearest first"
+            f"the gpu tier comes first, then the host tier and storage after it, not {names}",
+            todo="Put the tiers in order, nearest first",
         )

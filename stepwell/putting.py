@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from stepwell.errors import StepwellError, TierFull
 from stepwell.fetching import Fetching, raise_failed
 from stepwell.groups import Countdown, Group
 from stepwell.native import BLOCK_BYTES, Done, Job, Latch, Mark, Op, PieceMap, Ticket
-from stepwell.ranges import Read
+from stepwell.ranges import Array, Read
 from stepwell.reading import Crcs
 from stepwell.tiers.base import ChunkIO, ShardKey, Tier
 from stepwell.tiers.host import Priority, Slot
@@ -51,6 +52,26 @@ class Source(Protocol):
 
     def has_host_pieces(self, start: int, stop: int) -> bool: ...
 
+    def borders(self) -> tuple[Array, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Where each piece begins, with the end of the last one, and whether it is in a GPU's memory."""
+
+
+class Packed(Protocol):
+    """A shard whose bytes are being copied within their GPU's memory, or some of them."""
+
+    map: PieceMap  # of the file, in the copy; holes where there is none
+    header_bytes: int  # the file's first ones, which are no state
+    ticket: Ticket  # done once the tensors of the GPU are copied
+    packed: asyncio.Future[Done] | None  # the same; None: there are none
+    stays: bool  # it is to have what comes from host memory, too
+    broken: bool  # `mirror` has failed
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether bytes [start, stop) of the file are in the copy."""
+
+    def mirror(self, address: int, start: int, length: int) -> asyncio.Future[Done]:
+        """Adds what of these bytes came from host memory, from `address`, where all of them are."""
+
 
 @dataclass(slots=True)
 class ShardJob:
@@ -61,6 +82,7 @@ class ShardJob:
     source: Source
     cover: Sequence[ChunkCover] | None = None  # of each chunk; None: the caller of save() waits for all
     marks: Mapping[int, Mark] = field(default_factory=dict)  # of each GPU: copies from there come after it
+    packed: Packed | None = None  # chunks come from there as far as it has them
     crcs: Crcs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +100,23 @@ class _Chunk:
     start: int
     length: int
     cover: ChunkCover
+    packed: Packed | None  # that has it
+
+    @property
+    def urgent(self) -> bool:
+        """Whether save() waits until it is copied to host memory."""
+        return self.cover.urgent and self.reads_state
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether some of it comes from the state, and not from a copy within GPU memory."""
+        start, stop = self.start, self.start + self.length
+        packed = self.packed
+        return packed is None or self.shard.source.has_host_pieces(min(max(start, packed.header_bytes), stop), stop)
+
+    @property
+    def has_host_pieces(self) -> bool:
+        return self.shard.source.has_host_pieces(self.start, self.start + self.length)
 
 
 @dataclass(slots=True)
@@ -121,26 +160,24 @@ class Putting(Fetching):
         leaves it at that.
 
         `on_captured` is called once the chunks that save() waits for are copied, which are the first; `on_copied`
-        once nothing of the state is needed any more; `on_whole` once all checksums are there, too. Raises the first
+        once nothing of the state is needed any more; `on_whole` once all is in slots, if all is good. Raises the first
         chunk's error, after all running chunks have ended; kept chunks are copied all the same, so that they can be
         tried again. If cancelled, chunks still run: see `settled`.
         """
         group = Group(self._tasks, stop_on_error=not kept)
         progress = _Progress(Countdown(on_captured), Countdown(on_copied), Countdown(on_whole))
-        chunks = [
-            _Chunk(shard, read.start, read.length, UNGUARDED if shard.cover is None else shard.cover[number])
-            for shard in shards
-            for number, read in enumerate(self.all_of(shard.size))
-        ]
-        urgent = [chunk for chunk in chunks if chunk.cover.urgent]
+        chunks = [chunk for shard in shards for chunk in self._chunks(shard)]
+        urgent = [chunk for chunk in chunks if chunk.urgent]
         for _ in urgent:
             progress.captured.up()
+        for shard in shards:
+            _follow(shard, progress)
         progress.captured.seal()
         way = None
         if tier is not None:
             way = tier, self._edge(self._here, tier.info.name, Priority.SNAPSHOT, tier.info.write_bytes_per_s)
         self.arena.expect(sum(shard.size for shard in shards))
-        left = _Line([*urgent, *(chunk for chunk in chunks if not chunk.cover.urgent)])
+        left = deque([*urgent, *(chunk for chunk in chunks if not chunk.urgent)])
         while left and not group.failed:
             await self._pace(progress)
             try:
@@ -160,17 +197,25 @@ class Putting(Fetching):
             progress.whole.seal()
         await group.end()
 
-    async def _next_batch(self, left: _Line, way: _Way | None, kept: bool) -> list[_Held]:
+    def _chunks(self, shard: ShardJob) -> Iterator[_Chunk]:
+        for number, read in enumerate(self.all_of(shard.size)):
+            cover = UNGUARDED if shard.cover is None else shard.cover[number]
+            packed = shard.packed
+            if packed is not None and not packed.has(read.start, read.start + read.length):
+                packed = None
+            yield _Chunk(shard, read.start, read.length, cover, packed)
+
+    async def _next_batch(self, left: deque[_Chunk], way: _Way | None, kept: bool) -> list[_Held]:
         """The next chunks, all of one shard: one as soon as there is room for it, and others that need not wait."""
-        slot, turn = await self._room(way, left.next.length, kept)
-        shard = left.next.shard
+        slot, turn = await self._room(way, left[0].length, kept)
+        shard = left[0].shard
         linked = way is not None and way[0].info.linked
-        batch = [_Held(left.take(), slot, turn, Ticket() if linked else None)]
-        while kept and turn is None and left and left.next.shard is shard and len(batch) < BATCH:
+        batch = [_Held(left.popleft(), slot, turn, Ticket() if linked else None)]
+        while kept and turn is None and left and left[0].shard is shard and len(batch) < BATCH:
             more = self.arena.take_now(Priority.SNAPSHOT, kept=True)
             if more is None:
                 break
-            batch.append(_Held(left.take(), more, None, Ticket() if linked else None))
+            batch.append(_Held(left.popleft(), more, None, Ticket() if linked else None))
         return batch
 
     async def _room(self, way: _Way | None, length: int, kept: bool) -> tuple[Slot, Turn | None]:
@@ -200,12 +245,15 @@ class Putting(Fetching):
             for gpu, pieces in shard.source.gpu_pieces(start, stop):
                 line, ticket = fetches.setdefault(gpu, []), Ticket()
                 held.fetches.append((gpu, len(line)))
-                line.append(
-                    Job(
-                        Op.D2H, address=slot.address, length=chunk.length, pieces=pieces, pieces_offset=start,
-                        after=after, signal=ticket, mark=shard.marks[gpu], latches=chunk.cover.gpu.get(gpu, ()),
-                    )
+                job = Job(
+                    Op.D2H, address=slot.address, length=chunk.length, pieces=pieces, pieces_offset=start, after=after,
+                    signal=ticket,
                 )  # fmt: skip
+                if chunk.packed is not None:
+                    job.pieces, job.after = chunk.packed.map, chunk.packed.ticket
+                else:
+                    job.mark, job.latches = shard.marks[gpu], chunk.cover.gpu.get(gpu, ())
+                line.append(job)
                 after = ticket
             gathers.append(
                 Job(
@@ -219,13 +267,18 @@ class Putting(Fetching):
             chunk = held.chunk
             held.fetched = [(gpu, fetched[gpu][at]) for gpu, at in held.fetches]
             held.copying = read = copying
-            if held.fetched and not chunk.shard.source.has_host_pieces(chunk.start, chunk.start + chunk.length):
+            if held.fetched and not chunk.has_host_pieces:
                 _, read = held.fetched[-1]
             progress.copied.up()
             progress.whole.up()
-            progress.from_gpus += bool(held.fetched)
-            read.add_done_callback(partial(_read, progress, chunk.cover.urgent, bool(held.fetched)))
-            copying.add_done_callback(partial(self._copied, held.slot, progress))
+            if held.fetched:
+                progress.from_gpus += 1
+                held.fetched[-1][1].add_done_callback(partial(_crossed, progress))
+            if chunk.reads_state:
+                read.add_done_callback(partial(_read, progress, chunk.urgent))
+            else:
+                progress.copied.down()
+            copying.add_done_callback(partial(self._copied, held, progress))
 
     async def _pace(self, progress: _Progress) -> None:
         """Waits while enough is on its way from GPUs."""
@@ -234,10 +287,24 @@ class Putting(Fetching):
             progress.fewer.clear()
             await progress.fewer.wait()
 
-    def _copied(self, slot: Slot, progress: _Progress, copying: asyncio.Future[Done]) -> None:
+    def _copied(self, held: _Held, progress: _Progress, copying: asyncio.Future[Done]) -> None:
         """The chunk is whole in host memory, and can be read there, before it is on the tier."""
-        if not copying.cancelled() and copying.exception() is None and copying.result().result >= 0:
-            self.arena.filled(slot)
+        chunk = held.chunk
+        if not _is_good(copying):
+            return
+        self.arena.filled(held.slot)
+        if chunk.packed is not None and chunk.packed.stays and chunk.has_host_pieces:
+            self.arena.hold(held.slot)
+            mirroring = chunk.packed.mirror(held.slot.address, chunk.start, chunk.length)
+            mirroring.add_done_callback(partial(self._mirrored, held, progress))
+        else:
+            progress.whole.down()
+
+    def _mirrored(self, held: _Held, progress: _Progress, mirroring: asyncio.Future[Done]) -> None:
+        """The copy in GPU memory has what of the chunk was in host memory, too."""
+        self.arena.release(held.slot)
+        if held.chunk.packed is not None and not _is_good(mirroring):
+            held.chunk.packed.broken = True
         progress.whole.down()
 
     async def _keep_all(self, batch: Sequence[_Held]) -> None:
@@ -286,36 +353,34 @@ class Putting(Fetching):
 
     def all_of(self, size: int) -> list[Read]:
         """Reads of a whole shard, a chunk each."""
-        chunk = self.arena.slot_bytes
-        return [Read(start, min(chunk, size - start)) for start in range(0, size, chunk)]
+        return [Read(at, min(self.arena.slot_bytes, size - at)) for at in range(0, size, self.arena.slot_bytes)]
 
 
-def _read(progress: _Progress, urgent: bool, from_gpu: bool, done: asyncio.Future[Done]) -> None:
-    if from_gpu:
-        progress.from_gpus -= 1
-        if progress.from_gpus % BATCH == 0:
-            progress.fewer.set()
+def _is_good(copying: asyncio.Future[Done]) -> bool:
+    return not copying.cancelled() and copying.exception() is None and copying.result().result >= 0
+
+
+def _follow(shard: ShardJob, progress: _Progress) -> None:
+    """Until a copy within GPU memory is made, the tensors are needed, and what is urgent of them is not copied."""
+    if shard.packed is None or (packing := shard.packed.packed) is None:
+        return
+    urgent = shard.cover is None or any(cover.urgent for cover in shard.cover)
+    progress.copied.up()
+    if urgent:
+        progress.captured.up()
+    packing.add_done_callback(partial(_read, progress, urgent))
+
+
+def _crossed(progress: _Progress, done: asyncio.Future[Done]) -> None:
+    progress.from_gpus -= 1
+    if progress.from_gpus % BATCH == 0:
+        progress.fewer.set()
+
+
+def _read(progress: _Progress, urgent: bool, done: asyncio.Future[Done]) -> None:
     progress.copied.down()
     if urgent:
         progress.captured.down()
-
-
-class _Line:
-    """Chunks in their order, the next one first."""
-
-    def __init__(self, chunks: Sequence[_Chunk]) -> None:
-        self._chunks, self._at = chunks, 0
-
-    def __bool__(self) -> bool:
-        return self._at < len(self._chunks)
-
-    @property
-    def next(self) -> _Chunk:
-        return self._chunks[self._at]
-
-    def take(self) -> _Chunk:
-        self._at += 1
-        return self._chunks[self._at - 1]
 
 
 async def write(tier: Tier, chunk: ChunkIO) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from stepwell.format.records import RankRecord
 from stepwell.jobs import Job
 from stepwell.mover import Mover
 from stepwell.reader import OpenCheckpoint, fill, open_checkpoint
+from stepwell.rollback import Rollbacks, RolledBack
 from stepwell.runtime import Runtime
 from stepwell.state import Placement, assign
 from stepwell.state.skeleton import part_names
@@ -62,7 +63,7 @@ class Restored:
 
     checkpoint: Checkpoint
     bad: dict[tuple[str, ShardKey], str]  # (tier, shard) -> what was wrong
-    record: RankRecord
+    record: RankRecord | None  # None: nothing was wrong
 
 
 def restore(
@@ -73,17 +74,21 @@ def restore(
     run: Run,
     start: Start,
     origin: Origin | None = None,
+    rollbacks: Rollbacks | None = None,
 ) -> Restored | None:
     """Restores the newest checkpoint that is good on every rank, or the one of `wish.step`, into `wish.state`.
 
     The newest that holds every part; if none does, the newest of those that hold some. origin: of another run, comes
-    after all of this one's. None if every tier answered and none holds a commit. However it ends, nothing is put into
-    the state any more once it has.
+    after all of this one's. rollbacks: what may be had at once.
+    None if every tier answered and none holds a commit. However it ends, nothing is put into the state any more once it
+    has.
 
     Called in the user's thread, because it calls the state's own code (state_dict, load_state_dict); `run` runs
     coroutines on the event loop, `start` only starts them.
     """
-    run(catalog.refresh())
+    quick = rollbacks if rollbacks is not None and wish.rename is None and rollbacks.knows(wish.step) else None
+    if quick is None:
+        run(catalog.refresh())
     origin = origin if origin is not None and wish.step in (None, origin.step) else None
     line = _line(catalog, wish, agreement, run, origin)
     if not line:
@@ -94,7 +99,7 @@ def restore(
     touched = False
     while todo:
         held_by, attempt, whole = todo.popleft()
-        tried = _try(mover, held_by, wish, agreement.job, attempt, whole, run, start)
+        tried = _try(mover, held_by, wish, agreement.job, attempt, whole, run, start, quick)
         touched = touched or tried.touched
         error = tried.error
         fatal = error is not None and not isinstance(error, _TRY_OLDER)
@@ -174,20 +179,27 @@ class _Tried:
     opened: OpenCheckpoint | None = None
     found: Checkpoint | None = None  # all has been read
     error: StepwellError | None = None
+    rolled: RolledBack | None = None  # what could be had at once
 
     @property
     def touched(self) -> bool:
-        return self.placement is not None and bool(self.placement.fills)
+        return self.rolled is not None or (self.placement is not None and bool(self.placement.fills))
 
 
 def _try(
-    mover: Mover, catalog: Catalog, wish: Wish, job: Job, attempt: Attempt, whole: bool, run: Run, start: Start
-) -> _Tried:
+    mover: Mover, catalog: Catalog, wish: Wish, job: Job, attempt: Attempt, whole: bool, run: Run, start: Start,
+    quick: Rollbacks | None = None,
+) -> _Tried:  # fmt: skip
     """Reads everything into the state's tensors; only plain values and objects are left for `finish`.
 
     whole: only if it holds every part. After an error, or Ctrl-C, nothing that is still being read gets there.
     """
     tried = _Tried()
+    if quick is not None and (rolled := quick.restore(wish.state, attempt, job, run, start)) is not None:
+        tried.rolled = rolled
+        if not rolled.left:
+            return tried
+        wish = replace(wish, state=rolled.left)
     parts = part_names(wish.state)
 
     async def opening() -> None:
@@ -224,13 +236,16 @@ def _try(
 
 def _finished(tried: _Tried, skipped: dict[int, str]) -> Restored:
     """Nothing can fail any more but the state's own code."""
+    rolled = tried.rolled
+    if rolled is not None and rolled.checkpoint is not None and not rolled.left:
+        return Restored(replace(rolled.checkpoint, skipped=skipped, sources=dict(rolled.sources)), {}, None)
     opened, placement, found = tried.opened, tried.placement, tried.found
     assert opened is not None and placement is not None and found is not None
     placement.finish()
     checkpoint = replace(
         found,
         skipped=skipped,
-        sources=dict(opened.healing.read_bytes),
+        sources=dict(Counter(opened.healing.read_bytes) + Counter({} if rolled is None else rolled.sources)),
         healed=tuple(f"{key.name} on {tier}" for tier, key in opened.healing.bad),
         missing=tuple(placement.missing),
         unexpected=tuple(placement.unexpected),

@@ -9,19 +9,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from stepwell import native
 from stepwell.chain import Chain, Keep, reserve
 from stepwell.commit import rank_record
-from stepwell.errors import SaveFailed, SaveSkipped, StepwellError, TierError, TierFull
+from stepwell.errors import SaveFailed, StepwellError, TierError, TierFull
 from stepwell.format.names import Attempt, rank_file
 from stepwell.format.records import Draft, FileRecord, Manifest
 from stepwell.groups import either
-from stepwell.hosting import has_room, no_memory, not_hosted, said_of, try_reserve
-from stepwell.hostmem import host_budget_bytes, local_ranks
+from stepwell.hosting import no_memory, not_hosted
 from stepwell.jobs import Job, wait_for
 from stepwell.ownership import Ownership, group_of
+from stepwell.packing import Packing, pack
 from stepwell.putting import ShardJob
-from stepwell.reading import Healing, Reading
+from stepwell.reading import Crcs, Healing, Reading
+from stepwell.saveroom import SaveRoom
 from stepwell.saving import Order, Save, Turns
-from stepwell.tiers.base import CheckpointKey, RecordKey, Refused, Reservation, ShardKey, Tier
-from stepwell.tiers.host import HostTier, Priority
+from stepwell.state import Snapshot
+from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey
+from stepwell.tiers.gpu import GpuTier
+from stepwell.tiers.host import Priority
 
 log = logging.getLogger("stepwell")
 
@@ -41,20 +44,16 @@ class Saver:
         self._chain, self._owner, self._keep = chain, owner, keep
         self._drafts, self._commits = Turns(), Turns()
         self.on_named: Callable[[Save, Attempt], object] = lambda save, attempt: None
-        #: waits until room was freed on a tier, at most so long; False if there is nothing to wait for
-        self.make_room: Callable[[Tier, float], Awaitable[bool]]
-        self.may_free: Callable[[Tier], Awaitable[bool]]
         #: whether policies want a checkpoint on the first storage tier: (its name, step, bytes, parts)
         self.goes_down: Callable[[Attempt, int, Sequence[str], Callable[[], Sequence[Save]]], Awaitable[bool]] = _always
         self._deciding = asyncio.Lock()  # about one after the other: a window sends down the first in it
-        #: lets go of a checkpoint in memory alone that a newer one has made superfluous; False: there is none
-        self.let_older_go: Callable[[], Awaitable[bool]] = _never
         self.all_have: Callable[[Job, int], Awaitable[None]]  # waits until all ranks have a save in memory
+        self.on_gpu: Callable[[Attempt, Snapshot, list[Crcs]], object] = lambda attempt, snapshot, crcs: None
         self.last_error: TierError | None = None  # of the first storage tier
         self.failing = False  # until a save gets there again
         self._lost_rewind: tuple[int, int] | None = None  # of a save that failed before its draft: (line, step)
-        self.may_hold = False  # whether policies may keep a checkpoint from the first storage tier
         self.under_way: list[Save] = []  # those that are not on the first tier yet
+        self.room = SaveRoom(chain, self.under_way)
         self.holding: set[Save] = set()  # those that have room there, until it is decided what follows from them
 
     def _decided(self) -> list[Save]:
@@ -141,14 +140,17 @@ class Saver:
             for i, shard in enumerate(order.snapshot.shards)
         ]
         sizes = [(job.key, job.size) for job in jobs]
-        save.held = not await self._is_wanted_down(save, order, attempt)
-        hosted = await self._reserve_host(save, order, jobs, drafted, committed)
+        packing: Packing | None = None
         reserved: list[Reservation] = []
         putting: asyncio.Task[None] | None = None
         publishing: asyncio.Task[Manifest] | None = None
         try:
+            if chain.gpu is not None:
+                packing = await self._pack(save, chain.gpu, jobs)
+            save.held = not await self._is_wanted_down(save, order, attempt)
+            hosted = await self.room.in_memory(save, order, jobs, drafted, committed)
             if not save.held:
-                reserved += await self._reserve(save, order, sizes)
+                reserved += await self.room.on_storage(save, order, sizes)
                 self.holding.add(save)
             whole = asyncio.Event()
             kept = hosted is not None
@@ -169,11 +171,16 @@ class Saver:
             record = rank_record(order, attempt, jobs, self._draft(order, attempt))
             mine.set_result(None)
             order.let_go()  # a tier that hangs must not keep the state's memory
+            if packing is not None:
+                await self._commit_gpu(save, order, attempt, jobs, record, packing)
+                packing = None
             if hosted is not None:
                 if save.held:
                     await putting
                     await self.all_have(order.job, order.call)
                 kept = await self._commit_host(save, order, attempt, jobs, record, hosted)
+                if kept and chain.gpu is not None:
+                    chain.gpu.clean(key)
             if save.held:
                 if not kept:
                     raise no_memory(order.step)
@@ -191,12 +198,14 @@ class Saver:
             if putting is not None:
                 putting.cancel()
                 putting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: this one counts
-            undo = self._keep(self._give_up(key, reserved, order.job, [job.key for job in jobs], publishing))
+            undo = self._keep(self._give_up(key, reserved, order.job, [job.key for job in jobs], publishing, packing))
             await asyncio.wait([undo], timeout=GIVE_UP_S)
             raise
         chain.catalog.add(attempt, first, {job.key.name: job.size for job in jobs}, manifest)
         for job in jobs:
             chain.mover.arena.clean(job.key)
+        if chain.gpu is not None:
+            chain.gpu.clean(key)
         self._owner.committed(attempt)
         self.failing = False
         save.mark_committed(first.info.name, chain.clock.monotonic())
@@ -208,7 +217,7 @@ class Saver:
         """Whether the checkpoint goes to the first storage tier at once; else it stays in memory. With several ranks
         the leader decides for all."""
         job, snapshot = order.job, order.snapshot
-        if not self.may_hold:
+        if not self.room.may_hold:
             return True
         key = f"{group_of(self._chain, job)}/call-{order.call}/down"
         if not job.leader:
@@ -225,83 +234,30 @@ class Saver:
             job.store.put(key, b"1" if wanted else b"0")
         return wanted
 
-    def _check_memory(self, save: Save, order: Order) -> None:
-        """Raises SaveSkipped if save() would have to wait until an earlier save is written, and may not."""
-        host = self._chain.host
-        if not self._skips(order) or self.under_way.index(save) == 0:
+    async def _pack(self, save: Save, gpu: GpuTier, jobs: Sequence[ShardJob]) -> Packing | None:
+        """A copy within GPU memory first, if there is room for it."""
+        packing = await pack(gpu, jobs, self._chain.mover.arena.slot_bytes)
+        if why := packing if isinstance(packing, str) else packing.why_not:
+            not_hosted(save, gpu, why)
+        return None if isinstance(packing, str) else packing
+
+    async def _commit_gpu(
+        self, save: Save, order: Order, attempt: Attempt, jobs: Sequence[ShardJob], record: bytes, packing: Packing
+    ) -> None:
+        """All is in host memory: the copy in GPU memory is committed there, or goes."""
+        chain, gpu, reserved = self._chain, self._chain.gpu, packing.reserved
+        assert gpu is not None
+        if reserved is None or packing.why_not:
+            not_hosted(save, gpu, packing.why_not)
+            await packing.undo()
             return
-        if host is None or host.arena.keepable_bytes < order.snapshot.nbytes:
-            raise SaveSkipped(
-                f"on_pressure = 'skip': an earlier save is not on {self._chain.first.info.name} yet, and host memory "
-                "has no room for another one", todo=_SKIPPED, step=order.step,
-            )  # fmt: skip
-
-    def _skips(self, order: Order) -> bool:
-        """Whether a save may be given up rather than wait; with several ranks only the leader decides that."""
-        return self._chain.settings.on_pressure == "skip" and order.job.leader
-
-    async def _reserve(self, save: Save, order: Order, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
-        """Room on the first storage tier. While deletes or flushes will make some, save() blocks, or does what
-        `on_pressure` says."""
-        chain = self._chain
-        until = order.began + chain.settings.block_timeout
-        while True:
-            try:
-                return await reserve(chain.first, sizes)
-            except TierFull as error:
-                left = until - chain.clock.monotonic()
-                if self._skips(order) and await self.may_free(chain.first):
-                    raise SaveSkipped(f"on_pressure = 'skip': {error.what}", todo=_SKIPPED, step=order.step) from error
-                if left <= 0 or not await self.make_room(chain.first, left):
-                    raise
-
-    async def _reserve_host(
-        self,
-        save: Save,
-        order: Order,
-        jobs: Sequence[ShardJob],
-        before: asyncio.Future[None] | None,
-        committed: asyncio.Future[None] | None,
-    ) -> list[Reservation] | None:
-        """Room in host memory for all of the checkpoint; None if it only passes through. before, committed: the save
-        before this one has its draft, and has ended."""
-        host = self._chain.host
-        if host is None:
-            self._check_memory(save, order)
-            return None
-        if host.grows:
-            host.grow(host_budget_bytes(order.snapshot.nbytes, local_ranks()))
-        self._check_memory(save, order)
-        if save.held:
-            return await self._reserve_alone(host, order, jobs, committed)
-        if self.may_hold and not has_room(host, jobs):  # what is there alone will not make room by itself
-            if committed is not None:
-                await asyncio.shield(committed)
-            await self.let_older_go()
-            if not has_room(host, jobs):
-                not_hosted(save, host, said_of(host, jobs))
-                return None
-        granted = await try_reserve(host, jobs)
-        if isinstance(granted, Refused) and before is not None and host.fits([job.size for job in jobs]):
-            await asyncio.shield(before)  # an earlier save is still being copied: its promise ends with that
-            granted = await try_reserve(host, jobs)
-        if isinstance(granted, Refused):
-            not_hosted(save, host, granted.detail)
-            return None
-        return granted
-
-    async def _reserve_alone(
-        self, host: HostTier, order: Order, jobs: Sequence[ShardJob], committed: asyncio.Future[None] | None
-    ) -> list[Reservation]:
-        """Room for what stays in memory alone: there it stays, so nothing else may need that room."""
-        while True:
-            granted = await try_reserve(host, jobs) if has_room(host, jobs) else None
-            if isinstance(granted, list):
-                return granted
-            if committed is not None and not committed.done():  # then the one before that is superfluous
-                await asyncio.shield(committed)
-            elif not await self.let_older_go():
-                raise no_memory(order.step, said_of(host, jobs) if granted is None else granted.detail)
+        packing.whole()
+        for name, data in order.files.items():
+            await gpu.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
+        manifest = await self._owner.committer.publish(gpu, attempt, record, reserved)
+        chain.catalog.add(attempt, gpu, {job.key.name: job.size for job in jobs}, manifest)
+        self.on_gpu(attempt, order.snapshot, [job.crcs for job in jobs])
+        save.mark_committed(gpu.info.name, chain.clock.monotonic())
 
     async def _commit_host(
         self,
@@ -367,19 +323,23 @@ class Saver:
         job: Job,
         shards: Sequence[ShardKey],
         publishing: asyncio.Future[Manifest] | None,
+        packing: Packing | None,
     ) -> None:
         """Frees what a failed attempt took. Other ranks' files of it are theirs to free."""
         chain = self._chain
         await chain.mover.settled(shards)
+        if packing is not None:
+            await packing.undo()
         if publishing is not None:  # a commit that was begun goes on, and must not land in what was removed
             await asyncio.wait([publishing])
             if not publishing.cancelled() and publishing.exception() is None:
                 return
-        if chain.host is not None:
-            attempt = Attempt.parse(key.attempt)
-            assert attempt is not None
-            chain.catalog.remove(attempt, chain.host)
-            await chain.host.drop([key])
+        attempt = Attempt.parse(key.attempt)
+        assert attempt is not None
+        for tier in (chain.gpu, chain.host):
+            if tier is not None:
+                chain.catalog.remove(attempt, tier)
+                await tier.drop([key])
         if not reserved:
             return
         record = RecordKey(key.run, f"{key.attempt}/{rank_file(job.rank)}")
@@ -425,13 +385,6 @@ class Saver:
 
 async def _always(*of: object) -> bool:
     return True
-
-
-async def _never() -> bool:
-    return False
-
-
-_SKIPPED = "The next save is tried again; on_pressure = 'block' waits for room instead"
 
 
 def _pass_on(before: asyncio.Future[None] | None, mine: asyncio.Future[None]) -> None:

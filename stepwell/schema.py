@@ -154,7 +154,8 @@ class TierConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     driver: Annotated[
         str,
         _doc(
-            "`host`: this process's memory, as staging and cache; `file`: a folder on a local disk; `pfs`: a folder "
+            "`gpu`: memory of this process's GPU, for instant rollback and warm models; `host`: this process's memory, "
+            "as staging and cache; `file`: a folder on a local disk; `pfs`: a folder "
             "that all nodes see; `memory`: plain storage in this process, for tests; or the name of an entry point of "
             "the group `stepwell.tiers`",
             "file",
@@ -173,7 +174,8 @@ class TierConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
         Capacity | None,
         _doc(
             "the most that stepwell's shards take there. Per node, shared by its local ranks (of `pfs`, per run); "
-            'of the host tier also `"25%"` of the memory that the job\'s cgroup may use. The host tier takes all '
+            "of the host tier also `\"25%\"` of the memory that the job's cgroup may use, of a gpu tier of each GPU's "
+            "memory, of which it takes what saves need while enough is free for training. The host tier takes all "
             "of it from the system at the start, in the background. Without it, the host tier grows with the first "
             "save (with `shared = true`: it is 25%), and storage tiers have their medium's own limit",
             "400GiB",
@@ -309,6 +311,7 @@ class DriverRules:
 _STORAGE = frozenset({"capacity", "survives", "flush", "retain", "verify_after_flush", "delete_grace"})
 _REMOTE = _STORAGE | {"path", "bandwidth", "bandwidth_per_job", "timeout"}
 DRIVERS = {
+    "gpu": DriverRules(frozenset({"capacity", "evict"}), frozenset({"capacity"}), scope="process"),
     "host": DriverRules(frozenset({"capacity", "shared", "path", "evict", "prefetch"}), scope="process"),
     "memory": DriverRules(_STORAGE, survives=frozenset({"process"})),
     "file": DriverRules(_STORAGE | {"path"}, frozenset({"path"})),
@@ -316,6 +319,12 @@ DRIVERS = {
 }
 #: a third party's, made with the keywords that `stepwell.building.make_other` tells
 OTHER_DRIVER = DriverRules(_REMOTE, scope=None)
+
+
+def is_memory(tier: TierConfig) -> bool:
+    """Whether a tier is memory of the process, which saves pass through; all others are storage tiers."""
+    return DRIVERS.get(tier.driver, OTHER_DRIVER).scope == "process"
+
 
 #: the top-level keys that are fields of `stepwell.settings.Settings`
 SETTINGS = ("on_pressure", "max_unsaved", "block_timeout", "exit_timeout", "trace")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from stepwell.chain import Chain, Keep
 from stepwell.deletion import Deleter
@@ -64,8 +65,9 @@ class Steering:
         self.bring: Bring | None = None
         self._bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (checkpoint, tier) of prefetches under way
         self._idle: set[str] = set()
-        if chain.host is not None:
-            chain.host.on_uncommitted = self._evicted
+        for tier in (chain.host, chain.gpu):
+            if tier is not None:
+                tier.on_uncommitted = partial(self._evicted, tier)
 
     async def on(self, event: Event) -> list[Goal]:
         """Tells the policies; returns the flushes that follow."""
@@ -226,11 +228,11 @@ class Steering:
             self.busy.discard((move.checkpoint, move.tier))
         await self._verifier.repair()  # not before: while the good copy is to go, nothing may be read from it
 
-    def _evicted(self, checkpoint: CheckpointKey) -> None:
-        """Host memory has lost a part of it: nothing may count on that copy any more."""
-        attempt, host = Attempt.parse(checkpoint.attempt), self._chain.host
-        if checkpoint.run == self._chain.run and attempt is not None and host is not None:
-            self._chain.catalog.remove(attempt, host)
+    def _evicted(self, tier: Tier, checkpoint: CheckpointKey) -> None:
+        """Memory has lost a part of it: nothing may count on that copy any more."""
+        attempt = Attempt.parse(checkpoint.attempt)
+        if checkpoint.run == self._chain.run and attempt is not None:
+            self._chain.catalog.remove(attempt, tier)
 
     def _leased(self) -> frozenset[str]:
         return frozenset(attempt.folder for attempt, readers in self._chain.catalog.reading.items() if readers)

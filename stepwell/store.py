@@ -30,14 +30,17 @@ from stepwell.mover import Mover
 from stepwell.policies.base import Policy
 from stepwell.preemption import Preemption
 from stepwell.restoring import Wish, restore
+from stepwell.rollback import Rollbacks
 from stepwell.runtime import Runtime
 from stepwell.saving import Order, Save, SaveRecord, check_step
 from stepwell.settings import Settings, TierOptions
 from stepwell.sharing import share
 from stepwell.state import PlanCache, capture
 from stepwell.tiers.base import Tier
+from stepwell.tiers.gpu import GpuTier
 from stepwell.tiers.host import HostTier
 from stepwell.tracing import Trace
+from stepwell.tripwire import tripped
 from stepwell.units import parse_duration
 from stepwell.warming import Warming
 from stepwell.writer import RunWriter
@@ -82,9 +85,12 @@ class CheckpointStore(Warming):
         self._record = SaveRecord(self._clock, settings.max_unsaved)
         self._trace = Trace(run, settings.trace)
         self._runtime.run(self._start(policies))
-        self.ending = Ending(self._runtime, self._chain, self._writer, settings.exit_timeout)
+        self.ending = Ending(self._runtime, self._chain, self._writer, settings.exit_timeout, writes=mode == "w")
         give_up = partial(_leave, self._runtime, self._writer, waits="an update of guarded tensors")  # not this store's
         self._guards = Guards(self.mover.arena.slot_bytes, settings.block_timeout, give_up, self._runtime.gpus.release)
+        self._rollbacks = None if self._chain.gpu is None else Rollbacks(self.mover, self.catalog, self._plans)
+        if self._rollbacks is not None:
+            self._writer.saver.on_gpu = self._rollbacks.note
         open_stores.add(self)
         if self._writer.steering.looks_ahead:
             self._runtime.start(self._writer.look_ahead(current_job()))
@@ -97,7 +103,11 @@ class CheckpointStore(Warming):
                 started.append(tier)
             host = next((tier for tier in self.tiers if isinstance(tier, HostTier)), None)
             arena = host.arena if host else self._runtime.staging()
-            self.mover = Mover(self._runtime.copier, arena, host, self._runtime.gpus)
+            gpu = next((tier for tier in self.tiers if isinstance(tier, GpuTier)), None)
+            if gpu is not None:
+                gpu.connect(self._runtime.gpus.device)
+                gpu.on_tripped = tripped
+            self.mover = Mover(self._runtime.copier, arena, host, self._runtime.gpus, gpu)
             sharing = await share(self.mover, self.tiers, self.mode)
             await check_run(self.run, self.tiers)
         except BaseException:
@@ -307,12 +317,14 @@ class CheckpointStore(Warming):
         self._restores += 1
         group = f"stepwell/{self.run}/{self._settings.open_number}/{job.restarts}/restore-{self._restores}"
         agreement = Agreement(job, group, self._settings.rank_timeout_seconds, run)
-        done = restore(self.mover, self.catalog, wish, agreement, run, self._runtime.start, self._origin)
+        done = restore(
+            self.mover, self.catalog, wish, agreement, run, self._runtime.start, self._origin, self._rollbacks
+        )
         if done is None:
             return None
         self._note_base(done.checkpoint.step)
         self._trace.restored(began, step, done.checkpoint, state, job)
-        if done.bad and self.mode == "w":
+        if done.record is not None and done.bad and self.mode == "w":
             self._runtime.loop.call_soon_threadsafe(self._writer.repair, done.bad, done.record)
         return done.checkpoint
 

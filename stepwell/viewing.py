@@ -129,7 +129,7 @@ class Views:
         return TierView(
             info.name, info.scope, info.survives, info.capacity_bytes, usage.physical_bytes, usage.free_bytes,
             healthy=info.name not in self._flushers or not self._flushers[info.name].failing,
-            idle=self.idle(info.name), evicts=info.driver == "host",
+            idle=self.idle(info.name), evicts=info.driver in ("gpu", "host"),
         )  # fmt: skip
 
     def idle(self, tier: str) -> bool:

@@ -31,8 +31,8 @@ def warm_mover(
     attempt: Attempt | None = None,
     manifest: Manifest | None = None,
 ) -> tuple[Mover | None, dict[ShardKey, Hashable]]:
-    """The mover of an open store that has chunks of these shards, whose files lie at `root`, or whose prefetches have
-    announced them, or that shares its memory with other processes; and how its arena knows each of them.
+    """The mover of an open store that has chunks of these shards in memory, whose files lie at `root`, or whose
+    prefetches have announced them, or that shares its memory with other processes; how its arena knows each of them.
 
     attempt, manifest: the checkpoint that they are of, if they are stepwell's. Call it from outside of the loop.
     """
@@ -70,6 +70,9 @@ def _shares(store: CheckpointStore) -> bool:
 
 
 def _has(store: CheckpointStore, name: Hashable) -> bool:
+    gpu = store.mover.gpu
+    if gpu is not None and gpu.arena.chunks(name):
+        return True
     return bool(store.mover.arena.chunks(name)) or store.ahead.wants(name)
 
 

@@ -41,8 +41,8 @@ class Warming(Looking):
 
         refs: one or several, the most urgent first: a step of this run, `@latest`, `@best:METRIC`, `@TAG` of it, or
         any path that `stepwell.load` takes. to: the host tier, where this store and `stepwell.load` then find the
-        chunks in memory; or a storage tier, for checkpoints of this run. parts: only these. keys: only tensors that
-        match, as `stepwell.load` takes it, for the host tier; what comes are the chunks that hold them.
+        chunks in memory; or a storage tier or the gpu tier, for checkpoints of this run. parts: only these. keys: only
+        tensors that match, as `stepwell.load` takes it, for the host tier; what comes are the chunks that hold them.
 
         Of several prefetches the one with the highest `priority` goes first, of equals the one with the earliest
         `deadline` ("30s", or seconds from now), else the older one; one that runs gives way. A deadline that is

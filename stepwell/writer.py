@@ -68,7 +68,7 @@ class RunWriter:
         self.steering.may_drop = room.may_drop
         self.steering.views.saving = lambda: bool(self.saver.under_way)
         self.events.outlook = self.steering.outlook
-        self.saver.make_room, self.saver.may_free = room.make, room.may_free
+        self.saver.room.make_room, self.saver.room.may_free = room.make, room.may_free
         for flusher in self.flushers.values():
             flusher.on_done = self._goal_done
             flusher.on_failed = partial(self._tried, flusher)
@@ -84,11 +84,11 @@ class RunWriter:
         self.owner.on_taken = self._taken
         self._below = [tier.info.name for tier in chain.storage[1:]]
         self.memory = MemoryOnly(chain, self.owner, self.steering, lambda: self._saving.values())
-        self.saver.may_hold = chain.option(chain.first).by_rules and chain.host is not None
-        self.saver.goes_down, self.saver.let_older_go = self.steering.goes_down, self.memory.let_older_go
+        self.saver.room.may_hold = chain.option(chain.first).by_rules and chain.host is not None
+        self.saver.goes_down, self.saver.room.let_older_go = self.steering.goes_down, self.memory.let_older_go
         self.saver.all_have = self.memory.all_have
         self.work.being_saved = self.saver.going_down
-        if self.saver.may_hold:
+        if self.saver.room.may_hold:
             self.steering.views.being_saved = self.saver.going_down
 
     # -- saves ---------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class RunWriter:
         self._tidy_memory()
 
     def _tidy_memory(self) -> None:
-        if self.saver.may_hold:
+        if self.saver.room.may_hold:
             self._keep(self.memory.let_older_go())
 
     # -- repairs -------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class RunWriter:
         if self.owner.taken:
             self.deleter.hurry_all()
             await self._after_takeover()
-            if self.saver.may_hold and (newest := self.memory.newest()) is not None:
+            if self.saver.room.may_hold and (newest := self.memory.newest()) is not None:
                 self.flushers[self._chain.first.info.name].want(newest)  # near, and so there first
             await self.steering.closing()
             if self._newest is not None:  # it may have to go where it was not planned to go before

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.cli._output import clean, console, pairs, print_json, say, show_table, table
-from stepwell.config import load_config
+from stepwell.config import Config, load_config
 from stepwell.errors import ConfigError
 from stepwell.hostmem import cgroup_limit_bytes
 from stepwell.lab import chart
@@ -37,6 +37,14 @@ def failures_of(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
+def _load(path: Path) -> Config:
+    config = load_config(path)
+    for tier in config.tiers:
+        if tier.driver == "gpu":
+            say(f"{path.name}: tier {tier.name} is left out: GPU memory is not simulated")
+    return config
+
+
 def _memory_bytes(text: str | None) -> int:
     return cgroup_limit_bytes() if text is None else parse_size(text)
 
@@ -56,7 +64,7 @@ def simulate(
         )
     rates = failures_of(failures)
     known = lab_speeds.read_speeds(speeds)
-    loaded = [load_config(config) for config in configs]
+    loaded = [_load(config) for config in configs]
     workload: Workload = from_files(traces) if synthetic is None else make(synthetic, seed, rates)
     outcomes = []
     for config in loaded:
@@ -173,7 +181,7 @@ def plan(
 ) -> None:  # fmt: skip
     slower = 0.0 if interference.strip() in ("0", "0%") else parse_percent(interference)
     levels = levels_of(
-        load_config(config), lab_speeds.read_speeds(speeds), parse_size(state), ranks=ranks,
+        _load(config), lab_speeds.read_speeds(speeds), parse_size(state), ranks=ranks,
         memory_bytes=_memory_bytes(memory), interference=slower,
     )  # fmt: skip
     iteration_s = parse_duration(iteration)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from stepwell.native import AsyncEngine, Done, Job, PieceMap
+from stepwell.ranges import Array
 from stepwell.runtime import COPY_THREADS
 from stepwell.state import Snapshot
 
@@ -92,6 +93,9 @@ class _NoBytes:
 
     def gpu_pieces(self, start: int, stop: int) -> list[tuple[int, PieceMap]]:
         return []
+
+    def borders(self) -> tuple[Array, np.ndarray[Any, np.dtype[np.bool_]]]:
+        raise AssertionError("nothing here is in a GPU's memory")
 
     def has_host_pieces(self, start: int, stop: int) -> bool:
         return True

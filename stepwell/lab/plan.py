@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from stepwell.config import Config
 from stepwell.errors import ConfigError
 from stepwell.lab.observed import STRENGTHS
-from stepwell.lab.setup import host_bytes, survives_of
+from stepwell.lab.setup import host_bytes, simulated, survives_of
 from stepwell.lab.speeds import Speeds
 from stepwell.tiers.base import Survives
 
@@ -109,7 +109,7 @@ def levels_of(
 
     Raises ConfigError if the speed of a tier is not known.
     """
-    part = state_bytes / ranks
+    config, part = simulated(config), state_bytes / ranks
     hosts = [tier for tier in config.tiers if tier.driver == "host"]
     storage = [tier for tier in config.tiers if tier.driver != "host"]
     kept = bool(hosts) and host_bytes(hosts[0], ranks, memory_bytes, int(part)) * _KEPT_SHARE >= part

@@ -41,12 +41,17 @@ def survives_of(tier: TierConfig) -> Survives:
     return tier.survives or _USUAL.get(tier.driver, "reboot")
 
 
+def simulated(config: Config) -> Config:
+    """What the lab knows to play of a config: all but a gpu tier, which nothing outlives and no other tier feels."""
+    return replace(config, tiers=tuple(tier for tier in config.tiers if tier.driver != "gpu"))
+
+
 def set_up(config: Config, workload: Workload, speeds: Speeds, memory_bytes: int) -> Setup:
     """All that the processes of a simulation have in common. memory_bytes: what the job may use of the node's.
 
     Raises ConfigError if the speed of a tier is not known, or a tier that only the lab can do without is missing.
     """
-    ranks = len(workload.ranks)
+    config, ranks = simulated(config), len(workload.ranks)
     node = Node(ranks, memory_bytes, None, ranks)
     storage = [tier for tier in config.tiers if tier.driver != "host"]
     places = {tier.name: Place(_info(tier, node), speeds.of(tier.name)) for tier in storage}

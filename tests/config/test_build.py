@@ -290,7 +290,7 @@ def test_a_driver_from_an_entry_point(tmp_path: Path) -> None:
         (tier("x", "lost"), "tier[0].driver", "'lost' is no tier, but str.*stepwell.tiers.base.Tier"),
         (tier("x", "cloud") + tier("m", "memory"), "tier[1]", "'m' is of one node.*before 'x'"),
         (tier("x", "tapes"), "tier[0].driver", "no driver 'tapes'.*Did you mean 'tape'"),
-        (tier("x", "tape", 'evict = "lru"'), "tier[0].evict", "tape driver has no 'evict'.*take it: host"),
+        (tier("x", "tape", 'evict = "lru"'), "tier[0].evict", "tape driver has no 'evict'.*take it: gpu, host"),
     ],
 )
 def test_what_can_be_wrong_with_it(tmp_path: Path, text: str, key: str, says: str) -> None:

@@ -15,6 +15,7 @@ from stepwell.mover import Mover
 from stepwell.native import AsyncEngine, Engine, PieceMap, Region
 from stepwell.policies.evict import LRU
 from stepwell.putting import ShardJob
+from stepwell.ranges import Array
 from stepwell.reading import Healing, Reading
 from stepwell.tiers._slices import Memory
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Reservation, ShardKey, Tier
@@ -39,6 +40,9 @@ class State:
 
     def gpu_pieces(self, start: int, stop: int) -> list[tuple[int, PieceMap]]:
         return []
+
+    def borders(self) -> tuple[Array, np.ndarray[Any, np.dtype[np.bool_]]]:
+        raise AssertionError("nothing here is in a GPU's memory")
 
     def has_host_pieces(self, start: int, stop: int) -> bool:
         return True

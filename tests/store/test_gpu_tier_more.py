@@ -1,0 +1,102 @@
+"""What goes wrong with copies within GPU memory leaves nothing behind: no slot, and no copy that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepwell import restoring, rollback
+from stepwell.errors import SaveFailed, TierError
+from stepwell.mover import Mover
+from stepwell.packing import PackedShard
+from stepwell.reader import open_checkpoint
+from stepwell.reading import Reading
+from stepwell.unpacking import unpack
+from tests.fakecuda import FakeCuda, build
+from tests.store.gpubench import Bench, benches, opened
+from tests.store.helpers import eventually
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
+    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
+
+
+@pytest.fixture
+def bench(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with benches(driver, monkeypatch) as made:
+        yield made
+
+
+def _state(bench: Bench) -> dict[str, torch.nn.Linear]:
+    """Two parts, so that there are two shards."""
+    state = {part: torch.nn.Linear(300, 1000, bias=False) for part in ("a", "b")}
+    bench.on.put(list(state.values()))
+    return state
+
+
+def test_a_copy_that_cannot_be_begun_leaves_no_slot(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the shard whose copy was begun, nor of the other one."""
+    begin, begun = PackedShard.begin, 0
+
+    def once(self: PackedShard, chunk_bytes: int) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 2:
+            raise TierError("the engine is closed", todo="Nothing")
+        begin(self, chunk_bytes)
+
+    with opened(tmp_path) as store:
+        state = _state(bench)
+        store.save(1, state).wait("nvme")
+        tier = store.mover.gpu
+        assert tier is not None
+        before = tier.arena.cached_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedShard, "begin", once)
+            with pytest.raises(SaveFailed, match="the engine is closed"):
+                store.save(2, state).wait("nvme", timeout=20)
+        assert begun == 2
+        eventually(lambda: (tier.arena.in_use, tier.arena.cached_bytes, tier.promised_slots) == (0, before, 0))
+        store.save(3, state).wait("gpu")
+
+
+def test_the_usual_way_begins_once_nothing_of_a_rollback_goes_on(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One shard cannot be copied: what is still being copied of the other one must not land in what was restored."""
+    seen, slow = list[str](), asyncio.Event()
+
+    async def torn(mover: Mover, reading: Reading, lengths: Mapping[int, int]) -> int | None:
+        seen.append("begun")
+        if len(seen) == 1:
+            raise TierError("the copy failed", todo="Nothing")
+        asyncio.get_running_loop().call_later(0.1, slow.set)
+        await slow.wait()
+        done = await unpack(mover, reading, lengths)
+        seen.append("ended")
+        return done
+
+    async def noted(*arguments: Any, **more: Any) -> Any:
+        seen.append("usual")
+        return await open_checkpoint(*arguments, **more)
+
+    monkeypatch.setattr(rollback, "unpack", torn)
+    monkeypatch.setattr(restoring, "open_checkpoint", noted)
+    with opened(tmp_path) as store:
+        state = _state(bench)
+        then = {part: entry.weight.detach().clone() for part, entry in state.items()}
+        for step in (1, 2, 3):  # from the second one on it is known which parts are only tensors
+            store.save(step, state).wait("gpu")
+        for entry in state.values():
+            entry.weight.data += 1
+        assert store.restore(state, step=3) is not None
+        assert seen == ["begun", "begun", "ended", "usual"]
+        assert all(torch.equal(entry.weight, then[part]) for part, entry in state.items())
