@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepwell.config import find_config, load_config
-from stepwell.errors import ConfigError, FormatError
+from stepwell.config import Config, find_config, load_config
+from stepwell.errors import ConfigError, FormatError, StepwellError
 from stepwell.talking import TALK, Hello, Welcome, connected, hear_owner, pack, streams
 from stepwell.tiers import _shm as shm
 
@@ -37,19 +37,39 @@ class SharedArena:
     clients: int | None  # other processes that use it; None: nobody answers
 
 
-def roots_of(given: str | os.PathLike[str] | None) -> list[Path]:
-    """Where arenas are looked for: `given`, else /dev/shm and where the config file puts host tiers."""
+def roots_of(given: str | os.PathLike[str] | None, config: Config | None = None) -> list[Path]:
+    """Where arenas are looked for: `given`, else /dev/shm and where the config file puts host tiers. config: else that
+    of STEPWELL_CONFIG or the site."""
     if given is not None:
         return [Path(given).expanduser().absolute()]
     roots = [shm.ROOT]
-    if (file := find_config()) is not None:
-        roots += [Path(tier.path) for tier in load_config(file).tiers if tier.driver == "host" and tier.path]
+    if config is None and (file := find_config()) is not None:
+        config = load_config(file)
+    if config is not None:
+        roots += [Path(tier.path) for tier in config.tiers if tier.driver == "host" and tier.path]
     return list(dict.fromkeys(roots))
 
 
 def listed(roots: Sequence[Path]) -> list[SharedArena]:
     """This user's arenas. Raises TierUnavailable for a folder of shared memory that cannot be trusted."""
     return [_described(found) for root in roots for found in shm.arenas(root)]
+
+
+def checkpoints_of(run: str, tier_roots: Sequence[Path], roots: Sequence[Path]) -> dict[str, str]:
+    """Step folder -> arena, for all that a run has in shared memory here. tier_roots: of its storage tiers, the last
+    among them, which tells runs of one name apart. What cannot be looked at is left out."""
+    here: dict[str, str] = {}
+    for root in roots:
+        with contextlib.suppress(StepwellError, OSError):
+            for found in shm.arenas(root):
+                tier, _, rest = found.name.partition(".")
+                rank = rest.removeprefix(f"{run[: shm.RUN_CHARS]}.").partition(".")[0]
+                if not rank.isdecimal():
+                    continue
+                names = [shm.arena_name(tier, run, int(rank), os.path.realpath(place)) for place in tier_roots]
+                if found.owner is not None and found.owner.run == run and found.name in names:
+                    here |= dict.fromkeys(_checkpoints(found.folder), found.name)
+    return here
 
 
 def _described(found: shm.Found) -> SharedArena:

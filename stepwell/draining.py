@@ -158,7 +158,7 @@ class _Drain:
         await chain.catalog.refresh()
         await asyncio.gather(*(self._look(tier) for tier in chain.storage))
         newest = self._newest()
-        if newest is not None and any(tier.info.name not in self._whole_on(newest) for tier in self._safest()):
+        if newest is not None and any(tier.info.name not in self._whole_on(newest) for tier in self._goes_to(newest)):
             await writer.owner.take(self._job)
 
     async def _look(self, tier: Tier) -> None:
@@ -190,6 +190,11 @@ class _Drain:
             nearest = []
         return list(dict.fromkeys([*nearest[:1], *below[-1:]]))
 
+    def _goes_to(self, newest: Attempt) -> list[Tier]:
+        """The same, of this checkpoint: one that is in memory alone goes to the first tier before, which is near."""
+        near = [] if self._whole_on(newest) else [self._chain.first]
+        return list(dict.fromkeys([*near, *self._safest()]))
+
     def _left_s(self) -> float:
         return self._began + self._limit_s - self._chain.clock.monotonic()
 
@@ -202,7 +207,8 @@ class _Drain:
 
     def _newest(self) -> Attempt | None:
         alone = self._writer.memory.newest()
-        if alone is not None and self._writer.saver.may_hold:
+        left = not self._saves  # by an earlier process, in memory that outlives it
+        if alone is not None and (self._writer.saver.room.may_hold or left):
             return alone
         return next((attempt for attempt in self._chain.catalog.newest_first() if self._whole_on(attempt)), None)
 
@@ -226,8 +232,7 @@ class _Drain:
             flusher.arrange(order, held)
 
     def _want(self, newest: Attempt) -> None:
-        near = [] if self._whole_on(newest) else [self._chain.first]  # it is in memory alone
-        for tier in dict.fromkeys([*near, *self._safest()]):
+        for tier in self._goes_to(newest):
             name = tier.info.name
             if (newest, name) not in self._asked and name not in self._whole_on(newest):
                 self._writer.flushers[name].want(newest)
@@ -287,8 +292,8 @@ class _Drain:
 
     def _whole_on(self, attempt: Attempt) -> set[str]:
         """The tiers with whole copies of it that outlive the process, as the books say."""
-        catalog, host = self._chain.catalog, self._chain.host
-        tiers = [holding.tier for holding in catalog.holdings.get(attempt, []) if holding.tier is not host]
+        catalog, storage = self._chain.catalog, self._chain.storage
+        tiers = [holding.tier for holding in catalog.holdings.get(attempt, []) if holding.tier in storage]
         known = {tier.info.name: catalog.known_manifest(attempt, tier) for tier in tiers}
         return {name for name, manifest in known.items() if manifest is not None and manifest.complete}
 

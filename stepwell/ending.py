@@ -75,8 +75,10 @@ def count_open(run: str) -> int:
 class Ending:
     """How one store ends. Any thread."""
 
-    def __init__(self, runtime: Runtime, chain: Chain, writer: RunWriter, exit_timeout_s: float) -> None:
-        self.run = chain.run
+    def __init__(
+        self, runtime: Runtime, chain: Chain, writer: RunWriter, exit_timeout_s: float, *, writes: bool = True
+    ) -> None:
+        self.run, self._writes = chain.run, writes
         self._runtime, self._chain, self._writer = runtime, chain, writer
         self.exit_timeout_s = exit_timeout_s
         self.closed = False
@@ -202,13 +204,30 @@ class Ending:
             finishing.cancel()
 
     async def _everywhere(self) -> None:
+        if self._left() and current_job().world == 1:
+            await self._take_over()
         await self._writer.finish()
         if self.newest is not None:
             await self.newest.wait_everywhere()
 
+    def _left(self) -> bool:
+        """Whether this store, which has not saved, has found that memory that outlives processes has the newest
+        checkpoint, and nothing else has: it would end with this node."""
+        return self._writes and not self._writer.owner.taken and self._writer.memory.newest() is not None
+
+    async def _take_over(self) -> None:
+        """So that what an earlier process left gets down. If that cannot be, it stays where it is."""
+        try:
+            await self._writer.owner.take(current_job())
+        except StepwellError as error:
+            log.warning("what only memory has of run %s stays there: %s", self.run, error)
+            return
+        if (newest := self._writer.memory.newest()) is not None:
+            self._writer.flushers[self._chain.first.info.name].want(newest)
+
     async def _get_down(self, limit_s: float) -> None:
         """As `_finish`, after a preemption: what matters most first, and what did not make it is said."""
-        if self.newest is None and not self._writer.owner.taken:
+        if self.newest is None and not self._writer.owner.taken and not self._left():
             return  # it has only read
         limit_s = min(limit_s, _to_wait(self.within(LONGEST_S)))
         report = await self.drainer.run(limit_s, current_job())

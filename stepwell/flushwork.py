@@ -150,8 +150,8 @@ class FlushWork:
         whole = await self._is_whole(tier, own, data, [key for key, _ in sizes], attempt.step)
         reserved = [] if whole else await self._reserve(tier, attempt.step, sizes)
         sources = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
-        if chain.first not in sources and tier is not chain.first:
-            sources.append(chain.first)  # it has the checkpoint before host memory may lose it
+        # memory may lose it meanwhile, but not before one of the others has it
+        sources += [other for other in chain.storage if other is not tier and other not in sources]
         try:
             goal.begin(sum(reservation.size_bytes for reservation in reserved))
             for shard, reservation in zip([] if whole else shards, reserved, strict=True):
@@ -174,8 +174,8 @@ class FlushWork:
             raise
         del self._moving[copy]
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
-        if chain.host is not None and tier is not chain.host:
-            for shard_key, _ in sizes:  # of what only memory had, it need not be kept any more
+        if chain.host is not None and tier in chain.storage and not absent:
+            for shard_key, _ in sizes:  # memory need not keep it any more; of some parts it still has the whole alone
                 chain.host.arena.clean(shard_key)
         return manifest
 

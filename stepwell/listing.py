@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from stepwell import refs
+from stepwell.arenas import checkpoints_of, roots_of
 from stepwell.catalog import Catalog, Debris
 from stepwell.checkpoint import Checkpoint
 from stepwell.config import Config
@@ -56,6 +57,7 @@ class RunListing:
     unreadable: dict[str, str] = field(default_factory=dict)  # checkpoint, or copy -> why its manifest cannot be read
     debris: list[Debris] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # tier -> why it does not answer
+    in_memory: dict[str, str] = field(default_factory=dict)  # checkpoint that no tier has -> its arena here
     asked: str = ""  # which of its checkpoints the reference means, as it says it; "": all
 
 
@@ -159,7 +161,18 @@ async def list_run(named: Named) -> RunListing:
                 out.unreadable |= await _bad_copies(run.catalog, attempt, out.checkpoints[-1].tiers)
         if not named.place.selected:
             out.debris = sorted(run.catalog.debris, key=lambda d: (d.attempt.step, d.attempt))
+            out.in_memory = in_memory_alone(run)
         return out
+
+
+def in_memory_alone(run: Opened) -> dict[str, str]:
+    """Checkpoint -> the shared arena of this machine that alone has it, by rising step. The next writer here restores
+    the newest of them, if no writer has overtaken it."""
+    config, above = run.named.config, run.named.place.folder.parent
+    tier_roots = [above] if config is None else [Path(tier.path) for tier in config.tiers if tier.path is not None]
+    found = checkpoints_of(run.run, tier_roots, roots_of(None, config)) if run.run else {}
+    known = {attempt.folder for attempt in run.catalog.holdings}
+    return {folder: found[folder] for folder in sorted(found.keys() - known)}
 
 
 async def _bad_copies(catalog: Catalog, attempt: Attempt, good: Sequence[str]) -> dict[str, str]:

@@ -90,7 +90,7 @@ class MemoryOnly:
     def _is_whole(self, attempt: Attempt, tier: Tier) -> bool:
         """On a tier below memory."""
         manifest: Manifest | None = self._chain.catalog.known_manifest(attempt, tier)
-        return tier is not self._chain.host and manifest is not None and not manifest.absent
+        return tier in self._chain.storage and manifest is not None and not manifest.absent
 
     def _is_needed(self, attempt: Attempt) -> bool:
         """Whether somebody reads it, keeps it or has pinned it."""

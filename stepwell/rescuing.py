@@ -47,7 +47,7 @@ async def rescue(chain: Chain, owner: Ownership, flusher: Flusher) -> list[Attem
     ]
     down = {attempt for attempt in {*here, *line} if await _is_down(chain, attempt)}
     for attempt in here:
-        if any(h.tier is not host for h in catalog.holdings.get(attempt, [])):
+        if attempt in down:
             _clean(chain, attempt)
     lacking = [attempt for attempt in here if attempt in line and attempt not in down]
     agreed = await _agreed(chain, owner, [a for a in line if a in down or a in here], lacking)
@@ -71,7 +71,7 @@ async def rescue(chain: Chain, owner: Ownership, flusher: Flusher) -> list[Attem
 async def _is_down(chain: Chain, attempt: Attempt) -> bool:
     """Whether any tier but memory has all of it: then retention may have let it go from the others."""
     manifests = await chain.catalog.manifests(attempt)
-    return any(tier is not chain.host and not manifest.absent for tier, manifest in manifests)
+    return any(tier in chain.storage and not manifest.absent for tier, manifest in manifests)
 
 
 def _clean(chain: Chain, attempt: Attempt) -> None:

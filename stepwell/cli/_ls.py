@@ -82,6 +82,7 @@ def _document(one: Listed) -> dict[str, Any]:
         "unreadable": [{"name": name, "why": why} for name, why in one.unreadable.items()],
         "debris": debris_documents(one.debris),
         "absent": one.absent,
+        "in_memory": one.in_memory,
     }
 
 
@@ -177,6 +178,8 @@ def _print_run(one: RunListing, *, titled: bool) -> None:
         out.print(Text(f"tier {tier} does not answer: {clean(why)}", style="red"))
     for name, why in one.unreadable.items():
         out.print(Text(f"{clean(name)}: unreadable, {clean(why)}", style="red"))
+    for name, arena in one.in_memory.items():
+        out.print(f"{clean(name)}: in shared memory alone, {clean(arena)} (stepwell host ls)")
     for left in one.debris:
         why = "committed too late, by a writer that had lost the run" if left.late else "never committed"
         if left.deleted:

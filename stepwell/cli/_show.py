@@ -25,8 +25,10 @@ def run(ref: str, tensors: bool, json: bool) -> None:
     if named.place.kind == "plain":
         _show_plain(named, tensors, json)
         return
-    inside, story = run_whole(_inside(named))
+    inside, story, newer = run_whole(_inside(named))
     listed = {rank: listing.tensors_of(record) for rank, record in inside.ranks.items()} if tensors else {}
+    if newer:
+        say(f"{newer} is newer, and in shared memory alone")
     for wrong in inside.wrong:
         say(wrong)
     if json:
@@ -36,16 +38,19 @@ def run(ref: str, tensors: bool, json: bool) -> None:
         _print_story(story)
 
 
-async def _inside(named: Named) -> tuple[Inside, Story]:
+async def _inside(named: Named) -> tuple[Inside, Story, str | None]:
+    """Of the newest of a run also what is newer, but in shared memory alone."""
+    newer = None
     async with places.opened(named) as run:
         if named.place.kind == "run" and not named.place.selected:
             newest = run.catalog.newest_first()
             if not newest:
                 raise CheckpointNotFound("the run has no checkpoint", path=str(named.place.folder))
             attempt = newest[0]
+            newer = max((name for name in listing.in_memory_alone(run) if name > attempt.folder), default=None)
         else:
             attempt = places.only(run)
-        return await listing.look_inside(run, attempt), await story_of(run.catalog, attempt)
+        return await listing.look_inside(run, attempt), await story_of(run.catalog, attempt), newer
 
 
 # -- a checkpoint of ours ----------------------------------------------------------------

@@ -208,3 +208,23 @@ def test_room_that_is_pinned_for_what_is_not_there_yet_is_no_room_and_nobody_tur
         with pytest.raises(SaveFailed, match="first save"):
             store.save(2, state(2))
         store.save(3, state(3)).wait("host")
+
+
+def test_one_of_which_parts_went_down_stays_whole_in_memory_under_pressure(tmp_path: Path) -> None:
+    with stepwell.open(tmp_path / "other") as other:
+        other.save(1, {"model": {"w": torch.ones(7 * SIZE - 1024)}}).wait()
+    rules = 'flush = [{ every_steps = 1, parts = ["model"] }, { every_steps = 100 }]'
+    with opened(config(tmp_path, nvme=rules, host="88MiB")) as store:
+        store.save(1, state(1)).wait("nvme")
+        store.save(2, state(2)).wait("host")
+        eventually(lambda: folders(tmp_path / "nvme") == [1, 2])
+        prefetch = store.prefetch([f"{tmp_path}/other@1"], to="host")
+        eventually(lambda: prefetch.progress.done_bytes >= 6 * 4 * SIZE)  # all that there is room for
+        prefetch.cancel()
+        assert restored(store) == 2
+        for step in (3, 4, 5):
+            store.save(step, state(step)).wait("host")
+            eventually(lambda step=step: step in folders(tmp_path / "nvme"))  # type: ignore[misc]
+        arena = store.mover.arena
+        eventually(lambda: sum(slot.dirty for slot in arena._slots) == 3)  # of the newest, and nothing of those before
+        assert restored(store) == 5

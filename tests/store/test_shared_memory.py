@@ -135,6 +135,22 @@ def test_what_only_memory_had_is_restored_and_gets_down(place: Place) -> None:
         assert store.restore(state(0), step=2) is not None
 
 
+def test_a_drain_gets_it_down_without_a_save(place: Place) -> None:
+    place.die([1], [2, 3])
+    with place.open() as store:
+        assert restored(store) == (3, 3.0, {"host"})
+        report = store.drain("60s")
+        assert report.newest == {"disk": 3} and not report.cut
+
+
+def test_so_does_closing(place: Place) -> None:
+    place.die([1], [2])
+    with place.open() as store:
+        assert restored(store) == (2, 2.0, {"host"})
+    with stepwell.open(place.disk / "run", mode="r") as store:
+        assert restored(store) == (2, 2.0, {"disk"})
+
+
 def test_memory_full_of_what_is_nowhere_else_does_not_stop_the_next_process(place: Place) -> None:
     """Case: trainers that are killed again and again before their disk has what they saved."""
     size = 1_500_000  # 12 of the 56 slots that may be kept
