@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import msgspec
@@ -12,7 +12,15 @@ import numpy as np
 
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
-from stepwell.errors import CheckpointGone, CheckpointNotFound, CorruptData, StepwellError, TierError, WorldChanged
+from stepwell.errors import (
+    CheckpointGone,
+    CheckpointNotFound,
+    CorruptData,
+    StepwellError,
+    TierError,
+    TierUnavailable,
+    WorldChanged,
+)
 from stepwell.format.collecting import paused
 from stepwell.format.names import MANIFEST, Attempt, rank_file
 from stepwell.format.records import RankRecord, ShardRecord, decode
@@ -27,6 +35,7 @@ from stepwell.state.skeleton import Skeleton, read_skeleton
 from stepwell.state.whereabouts import HOST, places_of
 from stepwell.tiers.base import CheckpointKey, ChunkIO, Lease, RecordKey, ShardKey, Tier
 from stepwell.tiers.host import Priority
+from stepwell.unpacking import unpack
 
 #: how long a tier may keep a restore waiting that another tier can serve
 LATE_S = 2.0
@@ -209,8 +218,8 @@ async def _open_shard(
         if isinstance(lease, Lease):
             opened.leases.append(lease)
             leased.append(holding.tier)
-        elif lease is None:
-            late.append(holding.tier)
+        elif lease is None or isinstance(lease, TierUnavailable):
+            late.append(holding.tier)  # nothing is known of its bytes
         else:
             refused.append((holding.tier, lease))
     for tier, error in refused:
@@ -353,13 +362,19 @@ async def fill_runs(
     gpus = [] if places is None else [place for place in np.unique(places).tolist() if place != HOST]
     pieces = on(HOST) if places is None or HOST in places else None
     gpu_pieces = [(gpu, on(gpu)) for gpu in gpus]
-    reads = plan_reads(starts, lengths, shard.size, mover.arena.slot_bytes)
+    reading = Reading(
+        shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, gpu_pieces, marks,
+        cached_as=shard.cached_as, caller=opened.caller, size=shard.size, stays=True,
+    )  # fmt: skip
+    done = None
+    if places is not None and mover.gpu is not None:
+        done = await unpack(mover, reading, {gpu: int(lengths[places == gpu].sum()) for gpu in gpus})
+    if done is not None and places is not None:  # what goes nowhere was only to be verified
+        left = (places != done) & (addresses != 0)
+        starts, lengths = starts[left], lengths[left]
+        reading = replace(reading, gpu_pieces=[each for each in gpu_pieces if each[0] != done])
     try:
-        reading = Reading(
-            shard.key, shard.tiers, shard.crcs, opened.healing, Priority.RESTORE, pieces, gpu_pieces, marks,
-            cached_as=shard.cached_as, caller=opened.caller, size=shard.size, stays=True,
-        )  # fmt: skip
-        await mover.get(reading, reads)
+        await mover.get(reading, plan_reads(starts, lengths, shard.size, mover.arena.slot_bytes))
     except CorruptData as error:
         block = error.where.get("block")
         names = _labels_in(shard.layout, block) if isinstance(block, int) else []
