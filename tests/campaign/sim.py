@@ -1,5 +1,6 @@
 """Many simulated histories: the real mover, catalog, commit protocol and policies, on a virtual clock, with everything
-going wrong that can. See `tests.sim.world`. With `--ahead`, trainers prefetch and pin besides.
+going wrong that can. See `tests.sim.world`. With `--ahead`, trainers prefetch and pin besides; with `--alone`, saves
+may stay in host memory, and trainers drain.
 
 Resumable: with `--state FILE` the seeds that are done are kept there, and a second start goes on after them. Seeds
 that fail are printed at once, and in the result; they belong into tests/sim/seeds.json.
@@ -21,22 +22,26 @@ from tests.sim.world import run_seed
 
 #: seeds handed to a worker at once, and between two writes of the state
 BATCH = 50
+#: what is added up, and how an outcome names it
+COUNTS = {
+    "events": "events", "saves": "saves", "kills": "kills", "gaps": "gap", "held": "held", "drained": "drained",
+}  # fmt: skip
 
 
-def run_batch(first: int, ahead: bool = False) -> dict[str, object]:
+def run_batch(first: int, ahead: bool = False, alone: bool = False) -> dict[str, object]:
     """One batch of seeds: totals, and what failed."""
-    events = saves = kills = gaps = 0
+    counts = dict.fromkeys(COUNTS, 0)
     failed: dict[str, str] = {}
     for seed in range(first, first + BATCH):
         try:
-            outcome = run_seed(seed, ahead=ahead)
+            outcome = run_seed(seed, ahead=ahead, alone=alone)
         except Exception as error:
             failed[str(seed)] = f"{type(error).__name__}: {error}"
             print(f"seed {seed} is WRONG: {error}", file=sys.stderr)
             continue
-        events, saves, kills = events + outcome.events, saves + outcome.saves, kills + outcome.kills
-        gaps += outcome.gap
-    return {"first": first, "events": events, "saves": saves, "kills": kills, "gaps": gaps, "failed": failed}
+        for name, of_one in COUNTS.items():
+            counts[name] += getattr(outcome, of_one)
+    return {"first": first, **counts, "failed": failed}
 
 
 def load(state: Path | None) -> dict[int, dict[str, object]]:
@@ -46,7 +51,9 @@ def load(state: Path | None) -> dict[int, dict[str, object]]:
     return {int(first): batch for first, batch in json.loads(state.read_text()).items()}
 
 
-def run(first: int, seeds: int, workers: int, state: Path | None = None, ahead: bool = False) -> dict[str, object]:
+def run(
+    first: int, seeds: int, workers: int, state: Path | None = None, ahead: bool = False, alone: bool = False
+) -> dict[str, object]:
     """All batches that are not done yet; returns the totals of all."""
     began = time.monotonic()
     done = load(state)
@@ -54,7 +61,7 @@ def run(first: int, seeds: int, workers: int, state: Path | None = None, ahead: 
         state.parent.mkdir(parents=True, exist_ok=True)
     todo = [at for at in range(first, first + seeds, BATCH) if at not in done]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for batch in pool.imap_unordered(partial(run_batch, ahead=ahead), todo):
+        for batch in pool.imap_unordered(partial(run_batch, ahead=ahead, alone=alone), todo):
             done[int(str(batch["first"]))] = batch
             if state is not None:
                 temporary = state.with_suffix(".tmp")
@@ -63,12 +70,12 @@ def run(first: int, seeds: int, workers: int, state: Path | None = None, ahead: 
     batches = [done[at] for at in range(first, first + seeds, BATCH)]
     failed = {seed: why for batch in batches for seed, why in dict(batch["failed"]).items()}  # type: ignore[call-overload]
     return {
-        "trial": "simulation with prefetches" if ahead else "simulation",
+        "trial": "simulation" + " with prefetches" * ahead + ", saves in memory alone" * alone,
         "seeds": len(batches) * BATCH,
         "first": first,
         "wrong": len(failed),
         "failed": failed,
-        **{name: sum(int(str(batch[name])) for batch in batches) for name in ("events", "saves", "kills", "gaps")},
+        **{name: sum(int(str(batch.get(name, 0))) for batch in batches) for name in COUNTS},
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -80,8 +87,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--state", type=Path, help="where to keep what is done, so that a second start goes on")
     parser.add_argument("--ahead", action="store_true", help="of histories with prefetches and pins")
+    parser.add_argument("--alone", action="store_true", help="of histories in which saves stay in memory")
     args = parser.parse_args()
-    result = run(args.first, args.seeds, args.workers, args.state, args.ahead)
+    result = run(args.first, args.seeds, args.workers, args.state, args.ahead, args.alone)
     print(json.dumps(result))
     sys.exit(1 if result["wrong"] else 0)
 

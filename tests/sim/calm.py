@@ -60,7 +60,9 @@ class Calm:
         self._check_ended(writer)
         last = writer.saves[-1]
         rules = world.setup.rules
-        sure = {tier for tier in rules if tier == next(iter(rules)) or rules[tier].at_close}
+        sure = {
+            tier for tier, mine in rules.items() if mine.at_close or tier == next(iter(rules)) and not mine.by_rules
+        }
         if not last.told >= sure:
             raise Broken(f"{last} got only to {sorted(last.told)} in calm weather")
         world.bury()
@@ -92,6 +94,7 @@ class Calm:
         if process.closing_at < calm_at or process.exit_s < EXIT_S or not owner.taken or owner.writership.lost:
             return
         mine = {saved.attempt for saved in process.saves}
+        self._world.memory_alone.check_closed(process)
         last = invariants.media[-1]
         for attempt in invariants.newest_first()[:1]:
             if attempt in mine and invariants.good(attempt) and last not in invariants.committed()[attempt]:

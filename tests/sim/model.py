@@ -81,10 +81,13 @@ def make_snapshot(number: int, sizes: dict[str, int]) -> FakeSnapshot:
     return FakeSnapshot(shards, contents, parts, dict(sizes))
 
 
-def random_sizes(rng: random.Random, chunk_bytes: int) -> dict[str, int]:
-    """One to three parts of up to three chunks, mostly small ones."""
-    parts = ["model", "optimizer", "extra"][: rng.randint(1, 3)]
-    return {part: rng.choice((1, 4096, chunk_bytes // 2 + 5, chunk_bytes, 2 * chunk_bytes + 777)) for part in parts}
+def random_sizes(rng: random.Random, chunk_bytes: int, chunks_max: int | None = None) -> dict[str, int]:
+    """One to three parts of up to three chunks, mostly small ones; all together at most `chunks_max`."""
+    while True:
+        parts = ["model", "optimizer", "extra"][: rng.randint(1, 3)]
+        sizes = {p: rng.choice((1, 4096, chunk_bytes // 2 + 5, chunk_bytes, 2 * chunk_bytes + 777)) for p in parts}
+        if chunks_max is None or sum(-(-size // chunk_bytes) for size in sizes.values()) <= chunks_max:
+            return sizes
 
 
 @dataclass(eq=False, slots=True)

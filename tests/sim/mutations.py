@@ -12,13 +12,15 @@ from stepwell import promises, steering
 from stepwell.catalog import Catalog
 from stepwell.deletion import Deleter
 from stepwell.epochs import Writership
+from stepwell.memoryonly import MemoryOnly
 from stepwell.mover import Mover
 from stepwell.notes import Notes
 from stepwell.ownership import Ownership
 from stepwell.policies import flush, retain
 from stepwell.policies.base import Cancel, CheckpointView, Drop, Event, Move, Pressure, View
-from stepwell.policies.flush import DropBacklog
+from stepwell.policies.flush import DropBacklog, FlushNewest
 from stepwell.policies.retain import Retain
+from stepwell.savework import Saver
 from stepwell.saving import Save
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey
 from stepwell.verification import Verifier
@@ -183,6 +185,43 @@ def _unverified_deletion() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(Verifier, "check_below", trusting)
 
 
+def _held_is_told_to_be_durable() -> contextlib.AbstractContextManager[object]:
+    """A save that stays in memory, and is told to be on the first storage tier."""
+    mark_held = Save.mark_held
+
+    def boastful(self: Save) -> None:
+        mark_held(self)
+        self.mark_committed(list(self._infos)[1], 0.0)
+
+    return mock.patch.object(Save, "mark_held", boastful)
+
+
+def _newest_leaves_memory() -> contextlib.AbstractContextManager[object]:
+    """Memory that is given back although it alone has the newest checkpoint."""
+    return mock.patch.object(MemoryOnly, "_kept", lambda self: [])
+
+
+def _alone_is_evictable() -> contextlib.AbstractContextManager[object]:
+    """Chunks that may be evicted although no other tier has them."""
+    commit_host = Saver._commit_host
+
+    async def careless(self: Saver, save: Any, order: Any, attempt: Any, jobs: Any, *more: Any) -> bool:
+        kept = await commit_host(self, save, order, attempt, jobs, *more)
+        for job in jobs:
+            self._chain.mover.arena.clean(job.key)
+        return kept
+
+    return mock.patch.object(Saver, "_commit_host", careless)
+
+
+def _forgotten_at_the_end() -> contextlib.AbstractContextManager[object]:
+    """Closing and drains that do not mind what memory alone has."""
+    return _both(
+        mock.patch.object(MemoryOnly, "newest", lambda self: None),
+        mock.patch.object(FlushNewest, "decide", lambda self, event, view: []),
+    )
+
+
 @contextlib.contextmanager
 def _both(*patches: contextlib.AbstractContextManager[object]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -211,8 +250,16 @@ MUTATIONS: dict[str, Mutation] = {
     "unverified deletion": _unverified_deletion,
 }
 
+#: of histories in which saves stay in memory
+ALONE: dict[str, Mutation] = {
+    "what stays is told to be durable": _held_is_told_to_be_durable,
+    "the newest leaves memory": _newest_leaves_memory,
+    "what is alone is evicted": _alone_is_evictable,
+    "memory is forgotten at the end": _forgotten_at_the_end,
+}
+
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
-    with MUTATIONS[name]():
+    with {**MUTATIONS, **ALONE}[name]():
         yield

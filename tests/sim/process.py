@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from stepwell.catalog import Catalog
 from stepwell.chain import Chain
-from stepwell.errors import CheckpointNotFound, CorruptData, SaveFailed, StepwellError, TierError
+from stepwell.errors import CheckpointNotFound, CorruptData, NotPlanned, SaveFailed, StepwellError, TierError
 from stepwell.format.names import Attempt
 from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job, LocalStore
@@ -58,6 +58,7 @@ class Setup:
     rules: Rules
     on_pressure: str = "block"
     timeout_s: float = 60.0  # of the pfs
+    save_chunks_max: int | None = None  # of a checkpoint, each of its shards rounded up
     newest_ahead: bool = False  # the newest checkpoint comes up to host memory by itself
 
 
@@ -286,7 +287,7 @@ class Process:
         rewind_to, self._rewind_to = self._rewind_to, None
         if rewind_to is not None and rewind_to >= self.last_step:
             rewind_to = None
-        snapshot = make_snapshot(number, random_sizes(self.rng, CHUNK_BYTES))
+        snapshot = make_snapshot(number, random_sizes(self.rng, CHUNK_BYTES, self.setup.save_chunks_max))
         self._calls += 1
         now = self.loop.time()
         files = {"tokenizer.json": b"{}" * 20} if self.rng.random() < 0.2 else {}
@@ -318,7 +319,7 @@ class Process:
 
     async def wait_durable(self, saved: Saved) -> None:
         """Returns once the save has come to an end, good or bad."""
-        with contextlib.suppress(SaveFailed):
+        with contextlib.suppress(SaveFailed, NotPlanned):  # it may stay in memory
             await saved.handle
 
     def rewind(self, step: int) -> None:

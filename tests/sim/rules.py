@@ -61,10 +61,11 @@ class TierRules:
     retain: Retaining | None = None
     grace_s: float | None = None
     verify: Literal["size", "digest"] | None = None
+    by_rules: bool = False  # also of the first tier: else it gets every save
 
     @property
     def options(self) -> TierOptions:
-        return TierOptions(delete_grace_s=self.grace_s, verify_after_flush=self.verify)
+        return TierOptions(delete_grace_s=self.grace_s, verify_after_flush=self.verify, by_rules=self.by_rules)
 
 
 Rules = dict[str, TierRules]
@@ -73,7 +74,7 @@ Rules = dict[str, TierRules]
 def policies_of(rules: Rules, storage: Sequence[str]) -> list[Policy]:
     """As a config file's are made: all that flush before all that retain, whole checkpoints before parts."""
     flushes: list[Policy] = []
-    for tier in storage[1:]:
+    for tier in storage[0 if rules[storage[0]].by_rules else 1 :]:
         mine = rules[tier]
         flushes += [FlushNewest(tier)] * mine.at_close
         made = [rule.policy(tier) for rule in sorted(mine.flush, key=lambda rule: rule.parts is not None)]
@@ -82,19 +83,21 @@ def policies_of(rules: Rules, storage: Sequence[str]) -> list[Policy]:
     return flushes + [retain.policy(tier) for tier in storage if (retain := rules[tier].retain) is not None]
 
 
-def draw_rules(rng: random.Random, storage: Sequence[str], small: bool) -> Rules:
-    """small: there is so little room that retention has to make some."""
+def draw_rules(rng: random.Random, storage: Sequence[str], small: bool, alone: bool = False) -> Rules:
+    """small: there is so little room that retention has to make some. alone: the first tier gets what its rules name,
+    and the rest stays in memory."""
     found: Rules = {}
     for tier in storage:
         first, last = tier == storage[0], tier == storage[-1]
-        everything = rng.random() < 0.4
-        flush = () if first else (Flushing(),) if everything else _draw_flushes(rng)
+        everything = rng.random() < 0.4 and not (first and alone)
+        flush = () if first and not alone else (Flushing(),) if everything else _draw_flushes(rng)
         found[tier] = TierRules(
             flush=flush,
             at_close=last or everything,
             retain=_draw_retaining(rng, small) if rng.random() < (0.9 if small else 0.6) else None,
             grace_s=rng.choice((None, None, 0.0, 5.0, 90.0, 600.0)),
             verify=None if first else rng.choice((None, "size", "digest", "digest")),
+            by_rules=first and alone,
         )
     return found
 

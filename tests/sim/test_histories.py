@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.model import Broken
-from tests.sim.mutations import MUTATIONS, mutated
+from tests.sim.mutations import ALONE, MUTATIONS, mutated
 from tests.sim.world import EVENTS_MIN, run_seed
 
 SEEDS, BATCH = 500, 10
@@ -50,6 +50,33 @@ def test_histories_with_prefetches(first: int) -> None:
 @pytest.mark.parametrize("seed", AHEAD_KEPT)
 def test_histories_with_prefetches_that_failed_once(seed: int) -> None:
     run_seed(seed, ahead=True)
+
+
+#: of histories in which saves stay in memory, every other one with prefetches, too: so many, and those that failed once
+ALONE_SEEDS, ALONE_KEPT = 100, ((1115, True), (2002, True))
+
+
+@pytest.mark.parametrize("first", range(0, ALONE_SEEDS, BATCH))
+def test_histories_with_saves_that_stay_in_memory(first: int) -> None:
+    outcomes = [run_seed(seed, alone=True, ahead=bool(seed % 2)) for seed in range(first, first + BATCH)]
+    assert sum(outcome.gap for outcome in outcomes) <= 1
+    assert sum(outcome.held for outcome in outcomes) > 5 and sum(outcome.drained for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize(("seed", "ahead"), ALONE_KEPT)
+def test_histories_with_saves_that_stay_in_memory_that_failed_once(seed: int, ahead: bool) -> None:
+    run_seed(seed, alone=True, ahead=ahead)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_planted_bugs_of_saves_that_stay_in_memory_are_found(name: str) -> None:
+    with mutated(name):
+        for seed in range(ALONE_SEEDS):
+            try:
+                run_seed(seed, alone=True, ahead=bool(seed % 2))
+            except Broken:
+                return
+    raise AssertionError(f"{ALONE_SEEDS} histories did not show this bug: {name}")
 
 
 def test_histories_are_busy() -> None:

@@ -39,6 +39,8 @@ class Training:
                     await process.wait_durable(saved)
                 if rng.random() < 0.1:
                     await self._flush(process)
+                if self._world.alone and rng.random() < 0.15:
+                    await self._world.memory_alone.drain(process)
                 if rng.random() < 0.15:
                     await self._note(process)
                 if rng.random() < 0.15:
@@ -56,13 +58,14 @@ class Training:
         for saved in process.saves:
             await process.wait_durable(saved)
         known = set(self._world.invariants.committed())
-        late = self._world.invariants.passed_over()
+        late, mine = self._world.invariants.passed_over(), self._world.memory_alone.newest(process)
         try:
             restored = await process.restore()
         except NoGoodCheckpoint:  # somebody looked, and lets it go on without
             self._world.note("nothing good", process.pid)
             return process.last_step
         self.check_restored(process, restored, known)
+        self._world.memory_alone.check_restored(process, restored, mine)
         knows = not process.catalog.absent  # else the list of what counts may be on a tier that does not answer
         if restored and knows and restored.attempt in late and not self._world.invariants.counts(restored.attempt):
             raise Broken(f"{process} restored {restored.attempt.folder}, which a takeover had passed over")
@@ -71,7 +74,7 @@ class Training:
     async def _flush(self, process: Process) -> None:
         """Some checkpoint, or a part of one, goes down by hand."""
         attempts = sorted(process.catalog.holdings)
-        lower = process.chain.storage[1:]
+        lower = process.chain.storage[0 if self._world.alone else 1 :]
         if not attempts or not lower:
             return
         attempt, tier = process.rng.choice(attempts), process.rng.choice(lower)

@@ -29,6 +29,7 @@ from stepwell.format.records import EpochRecord
 from stepwell.jobs import Job
 from stepwell.lab.loop import SimLoop, Timeline
 from stepwell.settings import ON_PRESSURE
+from tests.sim.alone import Alone
 from tests.sim.calm import Calm
 from tests.sim.chaos import NODES, Chaos
 from tests.sim.evaluating import Evaluating
@@ -46,6 +47,8 @@ from tests.sim.weather import Weather
 EVENTS_MIN = 1000
 #: bytes of the places
 ROOMS, SMALL_ROOMS = (None, None, 40 << 20, 120 << 20), (24 << 20, 40 << 20)
+#: chunks of host memory; where saves stay in it, two of them find room beside its share for staging, and hardly more
+CHUNKS, ALONE_CHUNKS = (4, 8, 12, 24), (8, 8, 12, 24)
 #: what a save may take to a disk without trouble
 SAVE_S = 2.0
 CHAINS = (
@@ -66,6 +69,8 @@ class Outcome:
     kills: int
     gap: bool  # it ended early, in the known gap
     prefetched: int
+    held: int  # saves that stayed in memory
+    drained: int  # drains that left nothing behind
     told: Counter[str]  # what writers have logged, and readers have seen, and how often
     trace: str  # of all that happened; equal for equal histories
 
@@ -73,20 +78,21 @@ class Outcome:
 class World:
     """One history."""
 
-    def __init__(self, seed: int, *, ahead: bool = False) -> None:
-        """ahead: its trainers prefetch and pin, too."""
-        self.seed, self.ahead = seed, ahead
+    def __init__(self, seed: int, *, ahead: bool = False, alone: bool = False) -> None:
+        """ahead: its trainers prefetch and pin, too. alone: saves may stay in host memory, and processes drain."""
+        self.seed, self.ahead, self.alone = seed, ahead, alone
         self.rng = random.Random(seed)
         self.timeline = Timeline(self._child())
         self.timeline.after_event = self._after_event
         self.model = Model()
-        kinds = self.rng.choice(CHAINS)
+        kinds = self.rng.choice([chain for chain in CHAINS if "host" in chain or not alone])
         storage = [kind for kind in kinds if kind != "host"]
         small = self.rng.random() < 0.35
-        rules = draw_rules(self.rng, storage, small)
+        rules = draw_rules(self.rng, storage, small, alone)
+        chunks = self.rng.choice(ALONE_CHUNKS if alone else CHUNKS)
         self.setup = Setup(
-            kinds, self.rng.choice((4, 8, 12, 24)) * CHUNK_BYTES, rules, self.rng.choice(ON_PRESSURE),
-            newest_ahead=ahead and seed % 2 == 1,
+            kinds, chunks * CHUNK_BYTES, rules, self.rng.choice(ON_PRESSURE),
+            save_chunks_max=(chunks - chunks // 8 - 1) // 2 if alone else None, newest_ahead=ahead and seed % 2 == 1,
         )  # fmt: skip
         self.places = {kind: self._place(kind, SMALL_ROOMS if small else ROOMS) for kind in storage}
         self.media = [medium for medium, _ in self.places.values()]
@@ -101,7 +107,7 @@ class World:
             Chaos(self),
             Calm(self),
         )
-        self.fetching = Fetching(self)
+        self.fetching, self.memory_alone = Fetching(self), Alone(self)
         self.processes: list[Process] = []
         self.by_loop: dict[SimLoop, Process] = {}
         self.kills = 0
@@ -184,6 +190,8 @@ class World:
         process = self.by_loop[loop]
         for saved in [saved for saved in process.saves if not saved.settled]:
             self._look_at(process, saved)
+        if self.alone:
+            self.memory_alone.check_memory(process)
         self.invariants.check()
         if process.broken is not None:
             raise process.broken
@@ -212,7 +220,9 @@ class World:
 
     def _check_speed(self, process: Process, saved: Saved, tier: str) -> None:
         """Trouble on the tiers below must not hold up a save that finds room."""
-        if tier != process.chain.first.info.name or not saved.undisturbed or process.paused_at >= saved.asked_at:
+        if saved.handle.held or tier != process.chain.first.info.name:
+            return
+        if not saved.undisturbed or process.paused_at >= saved.asked_at:
             return
         seconds, weather = self.timeline.now - saved.asked_at, self.places[tier][1]
         if weather.full_at >= saved.asked_at:
@@ -245,6 +255,8 @@ class World:
             kills=self.kills,
             gap=gap,
             prefetched=self.fetching.done,
+            held=sum(bool(saved.handle.held and saved.told) for saved in self.model.saves),
+            drained=self.memory_alone.drained,
             told=self.judge.told + self.evaluating.seen,
             trace=self._trace.hexdigest(),
         )
@@ -281,14 +293,14 @@ def simulated(world: World) -> Iterator[None]:
 log = logging.getLogger("stepwell.sim")
 
 
-def run_seed(seed: int, *, ahead: bool = False) -> Outcome:
+def run_seed(seed: int, *, ahead: bool = False, alone: bool = False) -> Outcome:
     """Raises Broken, and whatever else goes wrong, with the seed in its notes."""
     quiet = logging.getLogger("stepwell")
     level = quiet.level
     if level == logging.NOTSET:
         quiet.setLevel(logging.CRITICAL)  # failures are what this is about
     try:
-        return World(seed, ahead=ahead).run()
+        return World(seed, ahead=ahead, alone=alone).run()
     except BaseException as error:
         error.add_note(f"in the simulated history of seed {seed}")
         raise
