@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tempfile
 import time
@@ -101,7 +100,3 @@ def append(out: Path, record: Record) -> None:
     with out.open("a") as file:
         file.write(line + "\n")
     print(line if len(line) < 400 else line[:400] + "…", flush=True)
-
-
-def has_gpu_tier() -> bool:
-    return importlib.util.find_spec("stepwell.tiers.gpu") is not None

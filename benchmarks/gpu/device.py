@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import profiler
 
+from stepwell.native import Region
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -72,6 +74,19 @@ class Device:
             return 0
         free, total = torch.cuda.mem_get_info(self.torch)
         return int(total - free - torch.cuda.memory_reserved(self.torch))
+
+    def pinning_bytes(self, size_bytes: int) -> int:
+        """Memory of the device that pinning so much host memory takes, by the driver alone."""
+        if not self.is_gpu:
+            return 0
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with Region(size_bytes) as region:
+            region.populate(0, size_bytes)
+            before = self.foreign_bytes()
+            runtime.cudaHostRegister(region.address, size_bytes, 0)
+            after = self.foreign_bytes()
+            runtime.cudaHostUnregister(region.address)
+        return after - before
 
     def peak_bytes(self) -> int:
         """The most that torch's allocator has had in use since the last call."""

@@ -31,6 +31,10 @@ class Times:
         return statistics.mean(self.iterations)
 
     @property
+    def median(self) -> float:
+        return statistics.median(self.iterations)
+
+    @property
     def p99(self) -> float:
         return percentile(self.iterations, 99)
 

@@ -15,7 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.bench import GB, MIB, Bench, Record, has_gpu_tier
+import torch
+
+import stepwell
+from benchmarks.gpu.bench import GB, GIB, MIB, Bench, Record
 from benchmarks.gpu.copies import Plain
 from benchmarks.gpu.loop import WARM, Times, block, percentile
 from benchmarks.gpu.model import Training
@@ -24,6 +27,7 @@ from benchmarks.gpu.stores import WAIT_S, Saver, guarded, opened
 SPARE = 1.3  # the interval is so much longer than the disk needs
 INTERVAL_MAX = 200
 TENTH = 10  # iterations from one checkpoint to the next, where not each has one
+APART = 3  # short iterations from one to the next: together longer than a copy, so that a gpu tier has room again
 NO_GUARD = "no guard: save() blocks"
 
 
@@ -32,9 +36,9 @@ def run(bench: Bench) -> list[Record]:
     study = Study(bench)
     with bench.scratch() as folder:
         study.with_host_tier(folder)
-    if not has_gpu_tier():
-        bench.note("left out: stalls with room in a gpu tier; this version has none")
-    elif study.stall_s is not None and bench.has_time_for(30, "stalls with room in a gpu tier"):
+    if not bench.device.is_gpu:
+        bench.note("left out: a gpu tier; there is no GPU")
+    elif study.stall_s is not None and bench.has_time_for(30, "a gpu tier"):
         with bench.scratch() as folder:
             study.with_gpu_tier(folder, study.stall_s)
     study.plain.close()
@@ -52,7 +56,7 @@ class Study:
         tensors = sum(1 for _ in self.training.tensors())
         self.plain = Plain(bench.device, self.scale.copy_bytes)
         self.rates: list[float] = [self.plain.rate("d2h")]
-        self.stall_s: float | None = None  # of short iterations, once it was measured
+        self.stall_s: float | None = None  # of each checkpoint between short iterations, once it was measured
         bench.record("state", self.size / GB, "GB", tensors=tensors, batches=[self.long, self.short])
 
     @property
@@ -73,12 +77,16 @@ class Study:
             self.bench.record("first save, until it is on the disk", seconds, "s", blocked_s=save.blocked_seconds)
             interval = min(INTERVAL_MAX, math.ceil(SPARE * seconds / alone.mean))
             with guarded(store, self.training.optimizer):
+                for _ in range(3):  # at once: on some machines memory is slow when it is used first
+                    saver.to_host()
+                saver.settle()
                 self._to_host(saver)
-                self._extra_memory(peak, foreign)
+                self._extra_memory(store, peak, foreign)
                 if self.bench.has_time_for(3 * interval * alone.mean, "checkpoints down to the disk"):
                     self._to_disk(saver, interval)
                 if self.bench.has_time_for(30, "short iterations"):
-                    self.stall_s = self._stalls(saver)
+                    self._every_stall(saver)
+                    self.stall_s = self._stall(saver, "")
             self._blocked(saver)
             saver.to_disk()  # the newest is on the disk: nothing is left to do at close
             saver.settle("nvme")
@@ -89,17 +97,46 @@ class Study:
             store = stack.enter_context(opened(folder, 2 * self.size, gpu_bytes=self.size * 5 // 4))
             saver = Saver(store, self.training.state)
             saver.to_disk().wait("nvme", timeout=WAIT_S)
+            self._rollback(saver)
             stack.enter_context(guarded(store, self.training.optimizer))
-            stall = self._stalls(saver, "with a gpu tier, ")
+            stall = self._stall(saver, "with a gpu tier, ")
+            saver.to_disk()
+            saver.settle("nvme")
         name = "short iteration: stall with a gpu tier / without"
-        self.bench.record(name, stall / without_s, "ratio", ("<=", 0.1), stall_s=stall)
+        self.bench.record(name, stall / without_s, "ratio", ("<=", 0.1), stall_s=stall, without_s=without_s)
 
-    def _alternate(self, saver: Saver, blocks: int) -> tuple[Times, Times]:
-        """Blocks without and with a checkpoint to host memory after each iteration, in turns."""
+    def _rollback(self, saver: Saver) -> None:
+        """Back to the last step, from GPU memory, into the live model and optimizer."""
+        for _ in range(3):  # the first ones find no memory ready
+            saver.to_host()
+            saver.settle()
+        tensors = list(self.training.tensors())
+        before = [tensor.clone() for tensor in tensors]
+        seconds, ceilings = [], [self.plain.rate("d2d")]
+        for _ in range(self.scale.saves + 1):
+            for tensor in tensors:
+                tensor.zero_()
+            self.bench.device.wait()
+            began = time.perf_counter()
+            found = saver.store.restore(saver.state, step=saver.step)
+            self.bench.device.wait()
+            seconds.append(time.perf_counter() - began)
+            ceilings.append(self.plain.rate("d2d"))
+            if found is None or set(found.sources) != {"gpu"}:
+                raise RuntimeError(f"not restored from the gpu tier alone: {found and found.sources}")
+            if not all(map(torch.equal, tensors, before)):
+                raise RuntimeError("the state came back wrong from the gpu tier")
+        del before
+        ratio = self.size / statistics.median(seconds[1:]) / statistics.median(ceilings)
+        name = "rollback of model and optimizer from a gpu tier / plain copy on the device"
+        self.bench.record(name, ratio, "ratio", (">=", 0.65), samples=seconds, first_s=seconds[0])
+
+    def _alternate(self, saver: Saver, blocks: int, every: int = 1) -> tuple[Times, Times]:
+        """Blocks without and with a checkpoint to host memory after each `every`th iteration, in turns."""
         without, with_saves = Times(), Times()
         for _ in range(blocks):
             without.add(block(self.training, self.scale.block))
-            with_saves.add(block(self.training, self.scale.block, saver.to_host))
+            with_saves.add(block(self.training, self.scale.block, saver.to_host, every))
             saver.settle()
             self.rates.append(self.plain.rate("d2h"))
         return without, with_saves
@@ -127,10 +164,13 @@ class Study:
         details |= {"p50": percentile(samples, 50), "p99": times.p99, "samples": samples}
         self.bench.record(f"iteration, {name}", times.mean, "s", **details)
 
-    def _extra_memory(self, peak: int, foreign: int) -> None:
+    def _extra_memory(self, store: stepwell.CheckpointStore, peak: int, foreign: int) -> None:
+        """With what of it the driver takes for host memory that is pinned, whoever pins it."""
         device = self.bench.device
         grown = {"foreign": device.foreign_bytes() - foreign, "torch": device.peak_bytes() - peak}
         parts = {f"{name}_mib": size / MIB for name, size in grown.items()}
+        pinned = store.status().tier("host").ready_bytes or 0
+        parts |= {"pinned_gib": pinned / GIB, "for_pinned_mib": device.pinning_bytes(GIB) * pinned / GIB / MIB}
         self.bench.record("extra memory of the device", sum(grown.values()) / MIB, "MiB", ("<=", 64), **parts)
 
     def _to_disk(self, saver: Saver, interval: int) -> None:
@@ -147,19 +187,26 @@ class Study:
             name, ratio, "ratio", ("<=", 1.03), interval=interval, save_s=slowest, disk_kept_up=kept_up
         )  # fmt: skip
 
-    def _stalls(self, saver: Saver, where: str = "") -> float:
-        """Seconds that a checkpoint to host memory adds to an iteration that is too short to hide it."""
+    def _every_stall(self, saver: Saver) -> None:
+        """What a checkpoint to host memory adds to each iteration, where all are too short to hide it."""
         self.training.batch = self.short
         without, lazily = self._alternate(saver, 2)
         self.training.batch = self.long
-        stall, passes = lazily.mean - without.mean, statistics.mean(without.passes)
-        self._iterations(f"short, {where}no checkpoint", without, copy_s=self.copy_s, forward_backward_s=passes)
-        self._iterations(f"short, {where}to host, every iteration", lazily)
-        if not where:
-            excess = (stall - max(0.0, self.copy_s - passes)) * 1000
-            name = "short iteration: stall - (copy - forward - backward)"
-            self.bench.record(name, excess, "ms", ("<=", 5), stall_s=stall, copy_s=self.copy_s)
-        return stall
+        stall, passes = lazily.median - without.median, statistics.median(without.passes)
+        self._iterations("short, no checkpoint", without, copy_s=self.copy_s, forward_backward_s=passes)
+        self._iterations("short, to host, every iteration", lazily)
+        excess = (stall - max(0.0, self.copy_s - passes)) * 1000
+        name = "short iteration: stall - (copy - forward - backward)"
+        self.bench.record(name, excess, "ms", ("<=", 5), stall_s=stall, copy_s=self.copy_s)
+
+    def _stall(self, saver: Saver, where: str) -> float:
+        """Seconds that each checkpoint adds to the iterations from one to the next, together."""
+        self.training.batch = self.short
+        without, lazily = self._alternate(saver, 2, APART)
+        self.training.batch = self.long
+        self._iterations(f"short, {where}to host, every {APART}", lazily, without_s=without.mean)
+        periods = zip(*(lazily.iterations[at::APART] for at in range(APART)), strict=False)
+        return statistics.median(map(sum, periods)) - APART * without.median
 
     def _blocked(self, saver: Saver) -> None:
         blocked, peaks = [], [self.plain.rate("d2h")]
