@@ -26,6 +26,10 @@ from stepwell.tiers.base import (
 )
 
 
+def _is_manifest(record: RecordKey) -> bool:
+    return record.name.rpartition("/")[2].startswith("manifest")
+
+
 class InMemory(Tier):
     """All that needs no look at a shard's bytes: records, commits, deletion, listing."""
 
@@ -85,9 +89,9 @@ class InMemory(Tier):
         return True
 
     def _check_something_to_commit(self, record: RecordKey) -> None:
-        folder, _, name = record.name.rpartition("/")
+        folder = record.name.rpartition("/")[0]
         others = self._records_of(CheckpointKey(record.run, folder))
-        if name.startswith("manifest") and not any(each.name.startswith(f"{folder}/rank-") for each in others):
+        if _is_manifest(record) and not any(each.name.startswith(f"{folder}/rank-") for each in others):
             raise tier_error(errno.ENOENT, f"Tier {self.info.name}: what it commits is gone", key=str(record))
 
     async def beat(self, record: RecordKey, data: bytes) -> None:
@@ -115,7 +119,8 @@ class InMemory(Tier):
             self._remove(shard)
 
     def _drop_records(self, checkpoint: CheckpointKey) -> None:
-        for record in self._records_of(checkpoint):
+        """The manifest first: where records outlive a kill, what is left must not look committed."""
+        for record in sorted(self._records_of(checkpoint), key=lambda each: not _is_manifest(each)):
             self._strike(record)
 
     def _records_of(self, checkpoint: CheckpointKey) -> list[RecordKey]:

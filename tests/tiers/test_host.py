@@ -11,7 +11,7 @@ from stepwell.errors import TierFull, TierUnavailable
 from stepwell.native import Region
 from stepwell.policies.evict import LRU
 from stepwell.tiers import _arenatier
-from stepwell.tiers.base import ChunkIO, Reservation
+from stepwell.tiers.base import ChunkIO, RecordKey, Reservation
 from stepwell.tiers.host import HostTier, Priority
 from tests.contract.suite import MANIFEST, SHARD, Memory, data_of, get
 from tests.tiers.helpers import on
@@ -133,3 +133,24 @@ def test_memory_in_use_outlives_a_close_that_is_cancelled(monkeypatch: pytest.Mo
     abandoned.clear()
     on(tier_of(), lambda tier: tier.close())
     assert not abandoned
+
+
+def test_what_is_dropped_loses_its_manifest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory keeps records through a kill: one in between must leave nothing that looks committed."""
+    struck: list[str] = []
+    rank = RecordKey("run", f"{SHARD.checkpoint.attempt}/rank-00000.json")
+
+    async def scenario(tier: HostTier) -> None:
+        await tier.commit(rank, b"{}")
+        await tier.commit(MANIFEST, b"{}")
+        strike = tier._strike
+
+        def noted(record: RecordKey) -> None:
+            struck.append(record.name)
+            strike(record)
+
+        monkeypatch.setattr(tier, "_strike", noted)
+        await tier.drop([SHARD.checkpoint])
+
+    on(tier_of(), scenario)
+    assert struck == [MANIFEST.name, rank.name]
