@@ -1,4 +1,4 @@
-"""Five hundred histories, those that failed once, and proof that the simulation would find what it is for."""
+"""Three hundred histories, those that failed once, and proof that the simulation would find what it is for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from tests.sim.model import Broken
 from tests.sim.mutations import ALONE, MUTATIONS, mutated
 from tests.sim.world import EVENTS_MIN, run_seed
 
-SEEDS, BATCH = 500, 10
+SEEDS, BATCH = 300, 10
 #: seeds that found a bug once; a campaign's failures belong here
 KEPT = json.loads((Path(__file__).parent / "seeds.json").read_text())
 #: seeds after which a planted bug must have been found: the rarest shows itself in one of 450
 MUTANT_SEEDS = 1000
+#: seeds that found the rare ones when they were looked for last: tried first
+FOUND_BY = (7418, 12, 453, 24)
+FOUND_ALONE_BY = (55, 4)
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,7 +40,7 @@ def test_histories_that_failed_once(seed: int) -> None:
 
 
 #: of histories whose trainers prefetch and pin: so many, and those that failed once
-AHEAD, AHEAD_KEPT = 100, (232, 291, 303)
+AHEAD, AHEAD_KEPT = 50, (232, 291, 303)
 
 
 @pytest.mark.parametrize("first", range(0, AHEAD, BATCH))
@@ -53,14 +56,13 @@ def test_histories_with_prefetches_that_failed_once(seed: int) -> None:
 
 
 #: of histories in which saves stay in memory, every other one with prefetches, too: so many, and those that failed once
-ALONE_SEEDS, ALONE_KEPT = 100, ((1115, True), (2002, True))
+ALONE_SEEDS, ALONE_KEPT = 40, ((1115, True), (2002, True))
 
 
-@pytest.mark.parametrize("first", range(0, ALONE_SEEDS, BATCH))
-def test_histories_with_saves_that_stay_in_memory(first: int) -> None:
-    outcomes = [run_seed(seed, alone=True, ahead=bool(seed % 2)) for seed in range(first, first + BATCH)]
+def test_histories_with_saves_that_stay_in_memory() -> None:
+    outcomes = [run_seed(seed, alone=True, ahead=bool(seed % 2)) for seed in range(ALONE_SEEDS)]
     assert sum(outcome.gap for outcome in outcomes) <= 1
-    assert sum(outcome.held for outcome in outcomes) > 5 and sum(outcome.drained for outcome in outcomes) > 0
+    assert sum(outcome.held for outcome in outcomes) > 50 and sum(outcome.drained for outcome in outcomes) > 0
 
 
 @pytest.mark.parametrize(("seed", "ahead"), ALONE_KEPT)
@@ -71,12 +73,12 @@ def test_histories_with_saves_that_stay_in_memory_that_failed_once(seed: int, ah
 @pytest.mark.parametrize("name", ALONE)
 def test_planted_bugs_of_saves_that_stay_in_memory_are_found(name: str) -> None:
     with mutated(name):
-        for seed in range(ALONE_SEEDS):
+        for seed in (*FOUND_ALONE_BY, *range(MUTANT_SEEDS)):
             try:
                 run_seed(seed, alone=True, ahead=bool(seed % 2))
             except Broken:
                 return
-    raise AssertionError(f"{ALONE_SEEDS} histories did not show this bug: {name}")
+    raise AssertionError(f"{MUTANT_SEEDS} histories did not show this bug: {name}")
 
 
 def test_histories_are_busy() -> None:
@@ -105,7 +107,7 @@ def test_a_seed_is_one_history() -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_bugs_are_found(name: str) -> None:
     with mutated(name):
-        for seed in (*KEPT, *range(MUTANT_SEEDS)):
+        for seed in (*FOUND_BY, *KEPT, *range(MUTANT_SEEDS)):
             try:
                 run_seed(seed)
             except Broken:

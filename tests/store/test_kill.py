@@ -10,6 +10,6 @@ from tests.store.trials import run_trial
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kill_at_random_moments(tmp_path: Path) -> None:
-    result = run_trial("kill9", tmp_path, "--rounds", "20", "--seed", "7")
-    assert result["rounds"] == 20 and result["wrong"] == 0
+    result = run_trial("kill9", tmp_path, "--rounds", "12", "--seed", "7")
+    assert result["rounds"] == 12 and result["wrong"] == 0
     assert result["kills_inside_a_save"] > 0, "no kill fell into a save: this trial shows nothing"
