@@ -39,9 +39,18 @@ _abandoned: list[Arena] = []  # memory that a hung device may still write to sta
 
 
 class ArenaTier(InMemory):
-    """Chunks in the slots of `arena`."""
+    """Chunks in the slots of `arena`, in this process's memory."""
 
-    def __init__(self, info: TierInfo, arena: Arena) -> None:
+    def __init__(self, name: str, driver: str, arena: Arena) -> None:
+        info = TierInfo(
+            name=name,
+            driver=driver,
+            scope="process",
+            survives="nothing",
+            capacity_bytes=arena.capacity_bytes,
+            alignment_bytes=1,
+            request_bytes=arena.slot_bytes,
+        )
         super().__init__(info, Books())
         self.arena = arena
         arena.on_evicted = self._lost

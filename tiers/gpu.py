@@ -22,7 +22,7 @@ from stepwell.tiers._arenatier import ArenaTier
 from stepwell.tiers._calls import settle
 from stepwell.tiers._gpuslots import GpuArena
 from stepwell.tiers._slots import Slot
-from stepwell.tiers.base import CheckpointKey, EvictionPolicy, Refused, Reservation, ShardKey, TierInfo, tier_error
+from stepwell.tiers.base import CheckpointKey, EvictionPolicy, Refused, Reservation, ShardKey, tier_error
 
 #: how large chunks are, and those of a small tier: each of them takes time to decide on, none to copy
 GPU_CHUNK_BYTES, SMALL_CHUNK_BYTES = 64 << 20, 8 << 20
@@ -130,16 +130,7 @@ class GpuTier(ArenaTier):
         arena = GpuArena(
             capacity_bytes or 0, eviction, slot_bytes=chunk_bytes, take=self._allocate, give=self._free, lender=self
         )
-        info = TierInfo(
-            name=name,
-            driver="gpu",
-            scope="process",
-            survives="nothing",
-            capacity_bytes=arena.capacity_bytes,
-            alignment_bytes=1,
-            request_bytes=chunk_bytes,
-        )
-        super().__init__(info, arena)
+        super().__init__(name, "gpu", arena)
 
     def __repr__(self) -> str:
         return f"<GpuTier {self.info.name}: {len(self._books.committed)} shards committed, {self.arena!r}>"

@@ -16,7 +16,7 @@ from stepwell.tiers._arena import Arena
 from stepwell.tiers._arenatier import ArenaTier
 from stepwell.tiers._slices import Memory
 from stepwell.tiers._slots import Priority, Slot
-from stepwell.tiers.base import CHUNK_BYTES, EvictionPolicy, TierInfo
+from stepwell.tiers.base import CHUNK_BYTES, EvictionPolicy
 
 #: what an arena has before it knows how large the state is: enough to stage the first restore
 FIRST_BYTES = 256 << 20
@@ -55,16 +55,7 @@ class HostTier(ArenaTier):
         arena = self._ARENA(
             capacity_bytes or FIRST_BYTES, eviction, slot_bytes=chunk_bytes, memory=memory, background=background
         )
-        info = TierInfo(
-            name=name,
-            driver="host",
-            scope="process",
-            survives="nothing",
-            capacity_bytes=arena.capacity_bytes,
-            alignment_bytes=1,
-            request_bytes=chunk_bytes,
-        )
-        super().__init__(info, arena)
+        super().__init__(name, "host", arena)
         if self.grows:
             arena.keep_limit = self._slots(KEEP_FIRST_BYTES)
 

@@ -7,6 +7,7 @@ import ctypes
 import pytest
 
 from stepwell.policies.evict import LRU
+from stepwell.tiers._arenatier import ArenaTier
 from stepwell.tiers.base import RecordKey, ShardKey, Tier
 from stepwell.tiers.host import Arena, HostTier
 from tests.contract.suite import Place, TierContract
@@ -28,7 +29,7 @@ class HostPlace(Place):
 
     def __init__(self, background: bool) -> None:
         self.background = background
-        self.tier = HostTier(LRU())
+        self.tier: ArenaTier = HostTier(LRU())
 
     def make(self, *, capacity_bytes: int | None = None) -> Tier:
         capacity = None if capacity_bytes is None else arena_bytes(capacity_bytes)
