@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from stepwell.errors import StepwellError
 from stepwell.fetching import Copier
 from stepwell.hostmem import local_rank
 from stepwell.native import AsyncEngine, DeviceEngine, Latch, Mark, _kernels
@@ -135,10 +136,14 @@ class Gpus:
         return AsyncEngine(engine)
 
     async def device(self, index: int | None) -> Gpu:
-        """A GPU, opened if it is not. None: the one that is this process's, of those of its node. Raises StepwellError
-        if there is no such GPU."""
+        """A GPU, opened if it is not. None: this process's, of those of its node, or the first one where
+        each process sees only its own. Raises StepwellError or OSError if there is no such GPU."""
         if index is None:
             index = next(iter(self._open), local_rank())
+            try:
+                await self.open(index)
+            except (StepwellError, OSError):
+                index = 0
         await self.open(index)
         arm(index)
         return self._open[index]

@@ -12,14 +12,9 @@ import torch
 import stepwell
 from stepwell.errors import CheckpointNotFound, ConfigError, KeyMismatch, TierFull
 from stepwell.native import Op
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import FakeCuda
 from tests.store.gpubench import Bench, benches, opened, ops
 from tests.store.helpers import eventually
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture
@@ -153,3 +148,15 @@ def test_a_load_of_this_process_finds_it_there(bench: Bench, tmp_path: Path, mon
         loaded = stepwell.load(tmp_path / "nvme" / "run", "model")
         assert done[Op.UNPACK] == 1 and not done[Op.H2D] and not done[Op.READ]
         assert all(torch.equal(loaded[name], tensor) for name, tensor in _state(1.0)["model"].items())
+
+
+def test_a_process_that_sees_only_its_own_gpu_uses_that(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As launchers do it that set CUDA_VISIBLE_DEVICES for each rank: the last of eight ranks has a first GPU only."""
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    _saved(tmp_path)
+    with opened(tmp_path) as store:
+        store.prefetch("@latest", to="gpu").wait(timeout=20)
+        assert store.mover.gpu is not None and store.mover.gpu.device is not None
+        assert store.mover.gpu.device.index == 0
