@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.fakecuda import FakeCuda, build
+
 # on a busy machine any example may take long, and that is no fault of what is tested
 hypothesis.settings.register_profile(
     "busy", hypothesis.settings.default, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -25,3 +27,9 @@ def _cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
+    """A driver that stands for a GPU's; compiled when first asked for."""
+    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))

@@ -10,7 +10,7 @@ from stepwell.tiers.base import Tier
 from stepwell.tiers.gpu import GpuTier
 from tests.contract.suite import Place, TierContract
 from tests.contract.test_host_tier import SLOT_BYTES, HostPlace
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import FakeCuda
 
 DEFAULT_BYTES = 256 << 20
 
@@ -39,11 +39,6 @@ class GpuPlace(HostPlace):
         tier.gpus = gpus
         self.tier = tier
         return tier
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 class TestGpu(TierContract):

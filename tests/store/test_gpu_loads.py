@@ -13,15 +13,10 @@ import torch
 
 import stepwell
 from stepwell.runtime import Runtime
-from tests.fakecuda import USER, FakeCuda, build
+from tests.fakecuda import USER, FakeCuda
 from tests.gpus import stand_in
 from tests.state.memory import assert_same
 from tests.state.standing import Standing
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 import stepwell
 from stepwell.errors import SaveFailed
-from tests.fakecuda import ENGINE, FakeCuda, build
+from tests.fakecuda import ENGINE, FakeCuda
 from tests.gpus import stand_in
 from tests.state.standing import Standing
 
@@ -29,11 +29,6 @@ driver = "file"
 path = "{path}"
 flush = {flush}
 """
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 class Bench:

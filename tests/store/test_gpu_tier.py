@@ -12,14 +12,9 @@ import torch
 import stepwell
 from stepwell.errors import NotPlanned, SaveFailed
 from stepwell.gpus import Gpu
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import FakeCuda
 from tests.store.gpubench import GPU, Bench, Bus, benches, opened
 from tests.store.helpers import eventually, sharing
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture

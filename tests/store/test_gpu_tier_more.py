@@ -17,14 +17,9 @@ from stepwell.packing import PackedShard
 from stepwell.reader import open_checkpoint
 from stepwell.reading import Reading
 from stepwell.unpacking import unpack
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import FakeCuda
 from tests.store.gpubench import Bench, benches, opened
 from tests.store.helpers import eventually
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture

@@ -10,14 +10,9 @@ import pytest
 
 from stepwell.errors import NotPlanned
 from stepwell.native import Op
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import FakeCuda
 from tests.store.gpubench import MIB, Bench, Bus, benches, opened, ops
 from tests.store.helpers import eventually
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "copies"])

@@ -17,13 +17,8 @@ import torch
 import stepwell
 from stepwell import reader
 from stepwell.errors import WaitTimeout
-from tests.fakecuda import ENGINE, FakeCuda, build
+from tests.fakecuda import ENGINE, FakeCuda
 from tests.store.gpubench import Bench, benches, opened
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture

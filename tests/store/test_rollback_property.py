@@ -15,13 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakecuda import FakeCuda, build
+from tests.fakecuda import FakeCuda
 from tests.store.gpubench import Bench, benches, opened
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
-    return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
 
 
 @pytest.fixture(scope="module")
