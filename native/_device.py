@@ -148,7 +148,7 @@ class DeviceEngine(Engine):
     @property
     def memory_bytes(self) -> int:
         """Memory of the device that the engine holds for itself: none before small pieces cross to or from the host,
-        then at most 24 MiB."""
+        then at most 12 MiB."""
         return self.statistics().device_bytes
 
     @property

@@ -88,6 +88,16 @@ class PieceMap:
     def __len__(self) -> int:
         return self._addresses.size
 
+    @property
+    def offsets(self) -> NDArray[np.uint64]:
+        """Where each piece begins, and where the last one ends. Not to be changed."""
+        return self._offsets
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        """Where each piece lies. Not to be changed."""
+        return self._addresses
+
     def __repr__(self) -> str:
         return f"<PieceMap of {len(self)} pieces, bytes {self._offsets[0]} to {self._offsets[-1]}>"
 
@@ -99,12 +109,13 @@ class Job:
     READ, WRITE: `length` bytes between `address` and `offset` of `fd`. `direct`: the file is open with
     O_DIRECT, so the length is rounded up to 4096; a write leaves its padding in the file, a read may write
     past `length` in memory. SYNC: `fd`. FALLOCATE: `offset`, `length`.
-    GATHER, SCATTER: bytes [pieces_offset, pieces_offset + length) of `pieces` and the buffer at `address`.
+    GATHER, SCATTER: bytes [pieces_offset, pieces_offset + length) of `pieces` and the buffer at `address`, or for
+    GATHER in `slots`, several buffers, each of which begins a block.
     `crcs`: one uint32 for each block of 1 MiB, written by GATHER (which then also fills the buffer with
     zeros up to a multiple of 4096), expected by SCATTER; `pieces_offset` is then a multiple of 1 MiB.
     SCATTER without `pieces` only verifies.
-    D2H, H2D: the same bytes, with `pieces` in the device's memory; no checksums, and neither side of a hole is
-    touched. `mark`: the copies start after that point of the stream that it was made on.
+    D2H, H2D: the same bytes, of `address` or `slots`, with `pieces` in the device's memory; no checksums, and neither
+    side of a hole is touched. `mark`: the copies start after that point of the stream that it was made on.
     PACK, UNPACK: the same bytes of `pieces` and of `slots`, of any length, both in memory of the engine's device, with
     `mark` as before. A hole on either side leaves those bytes as they are. No piece may cross the border of two
     allocations of the driver's.
@@ -148,7 +159,7 @@ def check(job: Job) -> None:
     packs = job.op in (Op.PACK, Op.UNPACK)
     if packs and (job.pieces is None or job.slots is None):
         raise ValueError(f"{job.op.name} needs pieces and slots")
-    if job.slots is not None and not packs:
+    if job.slots is not None and job.op not in (Op.GATHER, Op.D2H, Op.H2D, Op.PACK, Op.UNPACK):
         raise ValueError(f"{job.op.name} takes no slots")
     crcs = job.crcs
     if crcs is None:

@@ -28,18 +28,19 @@ typedef struct {
     void *kernel;  /* NULL: there is none */
     void *kernels; /* the stream that it runs on */
     sw_moves *moves; /* for a kernel that moves runs; NULL: that is not it */
+    uint64_t memory, start; /* on the host: the address of byte `start` */
 } crossing;
 
 static crossing way_of(sw_device *device, const sw_job *job, bool fetches, void *kernels)
 {
     void *kernel = (void *)atomic_load(fetches ? &device->gather : &device->scatter);
-    return (crossing){device, job, fetches, kernel, kernels, NULL};
+    return (crossing){.device = device, .job = job, .fetches = fetches, .kernel = kernel, .kernels = kernels};
 }
 
 static int copy(const crossing *way, uint64_t address, uint64_t at, uint64_t bytes)
 {
     sw_device *device = way->device;
-    void *memory = (void *)(uintptr_t)(way->job->address + (at - way->job->map_offset));
+    void *memory = (void *)(uintptr_t)(way->memory + (at - way->start));
     device->copy_count++;
     device->bytes += bytes;
     return way->fetches ? SW_CUDA(device->cuda, cuMemcpyDtoHAsync, memory, address, bytes, device->copies)
@@ -154,26 +155,45 @@ static int cross_stage(const crossing *way, sw_stage *stage, uint64_t piece, uin
     return result;
 }
 
+/* Crosses [at, end), which lies in one piece of the host's memory. */
+static int cross_run(const crossing *way, uint64_t *piece, uint64_t at, uint64_t end)
+{
+    const sw_map *map = way->job->map;
+    int result = 0;
+    while (at < end && !result) {
+        uint64_t pieces = 0, stop = way->kernel ? stretch_end(map, *piece, at, end, &pieces) : at;
+        sw_stage *stage = pieces >= STRETCH_PIECES_MIN ? stage_take(way->device) : NULL;
+        if (stage) {
+            result = cross_stage(way, stage, *piece, at, stop);
+            at = stop;
+            continue;
+        }
+        do {
+            uint64_t address, length = sw_map_run(map, piece, at, end, &address);
+            if (address)
+                result = copy(way, address, at, length);
+            at += length;
+        } while (at < stop && !result);
+    }
+    return result;
+}
+
 /* Issues all that the job takes; on an error some of it may be under way. */
 int sw_device_cross(sw_device *device, const sw_job *job)
 {
     crossing way = way_of(device, job, job->op == SW_D2H, device->kernels);
     uint64_t at = job->map_offset, end = at + job->length, piece = sw_map_find(job->map, at);
+    uint64_t slot = job->slots ? sw_map_find(job->slots, at) : 0;
     int result = 0;
     while (at < end && !result) {
-        uint64_t pieces = 0, stop = way.kernel ? stretch_end(job->map, piece, at, end, &pieces) : at;
-        sw_stage *stage = pieces >= STRETCH_PIECES_MIN ? stage_take(device) : NULL;
-        if (stage) {
-            result = cross_stage(&way, stage, piece, at, stop);
-            at = stop;
-            continue;
-        }
-        do {
-            uint64_t address, length = sw_map_run(job->map, &piece, at, end, &address);
-            if (address)
-                result = copy(&way, address, at, length);
-            at += length;
-        } while (at < stop && !result);
+        uint64_t length = end - at;
+        way.start = at;
+        way.memory = job->address;
+        if (job->slots)
+            length = sw_map_run(job->slots, &slot, at, end, &way.memory);
+        if (way.memory)
+            result = cross_run(&way, &piece, at, at + length);
+        at += length;
     }
     return result;
 }

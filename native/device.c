@@ -71,6 +71,12 @@ static void count_down(sw_task *task, sw_event *event)
     }
 }
 
+/* Whether both sides are in the device's memory. */
+static bool within(const sw_job *job)
+{
+    return job->op == SW_PACK || job->op == SW_UNPACK;
+}
+
 static uint64_t *bytes_of(sw_statistics *stats, uint32_t op)
 {
     switch (op) {
@@ -97,7 +103,7 @@ static void issue(sw_engine *engine, const sw_request *request)
     if (!result) {
         result = wait_for_mark(device, job->mark);
         if (!result)
-            result = job->slots ? sw_device_pack(device, job) : sw_device_cross(device, job);
+            result = within(job) ? sw_device_pack(device, job) : sw_device_cross(device, job);
         int recorded = record_end(device, event, device->uses_kernels && (job->op == SW_H2D || result));
         if (recorded) {
             finish_streams(device);

@@ -105,7 +105,7 @@ typedef struct {
 } sw_stage;
 
 #define SW_STAGES 3u /* one is filled while another one is emptied, and one more for their jitter */
-#define SW_STAGE_BYTES ((uint64_t)8 << 20)
+#define SW_STAGE_BYTES ((uint64_t)4 << 20)
 
 /* A job whose copies have been issued. */
 typedef struct {

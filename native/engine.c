@@ -89,6 +89,17 @@ int sw_threads_start(sw_engine *engine, uint32_t count, void *(*main)(void *))
     return result;
 }
 
+/* Whether each slot that the job goes on to begins a block, which has one checksum. */
+static bool slots_begin_blocks(const sw_job *job)
+{
+    const sw_map *slots = job->slots;
+    uint64_t slot = sw_map_find(slots, job->map_offset), end = job->map_offset + job->length;
+    while (++slot < slots->count && slots->offsets[slot] < end)
+        if (slots->offsets[slot] % SW_BLOCK_BYTES)
+            return false;
+    return true;
+}
+
 static bool valid(const sw_engine *engine, const sw_job *job)
 {
     bool copies = job->op == SW_GATHER || job->op == SW_SCATTER, packs = job->op == SW_PACK || job->op == SW_UNPACK;
@@ -97,9 +108,9 @@ static bool valid(const sw_engine *engine, const sw_job *job)
         return false;
     if (devices != (engine->device != NULL) || ((devices || job->op == SW_GATHER) && !job->map))
         return false;
-    if (packs != (job->slots != NULL))
+    if (job->slots ? !devices && job->op != SW_GATHER : packs)
         return false;
-    if (copies && job->crcs && job->map_offset % SW_BLOCK_BYTES)
+    if (copies && job->crcs && (job->map_offset % SW_BLOCK_BYTES || (job->slots && !slots_begin_blocks(job))))
         return false;
     return !(job->op == SW_SCATTER && job->crcs && job->length > SW_BITMAP_BLOCKS * SW_BLOCK_BYTES);
 }

@@ -91,20 +91,27 @@ static void scatter(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t en
     }
 }
 
-/* Pieces -> buffer, a checksum for each block into job->crcs. Returns the length. */
-int64_t sw_gather(const sw_job *job)
+/* Pieces -> buffer, of a job the `length` bytes from its `begin`th on, which begin a block and lie in one piece of the
+ * buffer; a checksum for each block into job->crcs. Returns the length of the job. */
+int64_t sw_gather(const sw_job *job, uint64_t begin, uint64_t length)
 {
-    uint8_t *buffer = (uint8_t *)(uintptr_t)job->address;
-    uint64_t piece = sw_map_find(job->map, job->map_offset);
-    for (uint64_t at = 0, block = 0; at < job->length; at += SW_BLOCK_BYTES, block++) {
-        uint64_t left = job->length - at, size = left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES;
-        uint64_t start = job->map_offset + at;
+    uint64_t first = job->map_offset + begin, address = job->address + begin;
+    if (job->slots) {
+        uint64_t slot = sw_map_find(job->slots, first);
+        (void)sw_map_run(job->slots, &slot, first, first + length, &address);
+    }
+    if (!address)
+        return (int64_t)job->length;
+    uint8_t *buffer = (uint8_t *)(uintptr_t)address;
+    uint64_t piece = sw_map_find(job->map, first);
+    for (uint64_t at = 0, block = begin / SW_BLOCK_BYTES; at < length; at += SW_BLOCK_BYTES, block++) {
+        uint64_t left = length - at, size = left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES, start = first + at;
         uint32_t state = gather(job->map, &piece, start, start + size, buffer + at, job->crcs != NULL);
         if (job->crcs)
             job->crcs[block] = ~state;
     }
     if (job->crcs)
-        memset(buffer + job->length, 0, -job->length & (SW_ALIGN_BYTES - 1));
+        memset(buffer + length, 0, -length & (SW_ALIGN_BYTES - 1));
     sw_fence();
     return (int64_t)job->length;
 }

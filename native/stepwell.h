@@ -72,7 +72,7 @@ typedef struct {
     uint64_t length;
     const sw_map *map;
     uint64_t map_offset;
-    const sw_map *slots; /* of the same bytes: SW_PACK's and SW_UNPACK's other side */
+    const sw_map *slots; /* of the same bytes: the side that is not `map`; NULL: all of them are at `address` */
     uint32_t *crcs;
     sw_ticket *after;
     sw_ticket *signal;
@@ -273,7 +273,7 @@ int sw_probe_uring(char *reason, size_t size);
 /* pieces.c */
 uint64_t sw_map_find(const sw_map *map, uint64_t at);
 uint64_t sw_map_run(const sw_map *map, uint64_t *piece, uint64_t at, uint64_t end, uint64_t *address);
-int64_t sw_gather(const sw_job *job);
+int64_t sw_gather(const sw_job *job, uint64_t begin, uint64_t length);
 int64_t sw_scatter(const sw_job *job, uint64_t *bad_blocks);
 
 /* crc32c.c; `state` is the running value, without the inversions at both ends */

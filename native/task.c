@@ -10,6 +10,12 @@ static bool moves_bytes(const sw_task *task)
     return task->job.op == SW_READ || task->job.op == SW_WRITE;
 }
 
+/* Whether several threads may work on it, each on a request. */
+static bool is_cut(const sw_task *task)
+{
+    return moves_bytes(task) || (task->job.op == SW_GATHER && task->job.slots);
+}
+
 void sw_task_drop(sw_task *task)
 {
     if (atomic_fetch_sub(&task->owners, 1) == 1)
@@ -152,10 +158,13 @@ bool sw_request_take(sw_engine *engine, sw_request *request)
         request->need = request->length;
         if (task->job.op == SW_READ && wanted < request->need)
             request->need = wanted;
+    } else if (is_cut(task)) {
+        uint64_t at = task->job.map_offset + task->issued, slot = sw_map_find(task->job.slots, at), address;
+        request->length = sw_map_run(task->job.slots, &slot, at, task->job.map_offset + task->total, &address);
     }
     task->issued += request->length;
     task->in_flight++;
-    if (task->issued == task->total || !moves_bytes(task)) {
+    if (task->issued == task->total || !is_cut(task)) {
         engine->ready_head = task->next;
         if (!task->next)
             engine->ready_tail = NULL;

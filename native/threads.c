@@ -28,7 +28,7 @@ static int64_t execute(sw_engine *engine, sw_request *request)
         result = fallocate(job->fd, 0, (off_t)job->offset, (off_t)job->length);
         break;
     case SW_GATHER:
-        return sw_gather(job);
+        return sw_gather(job, request->position, job->slots ? request->length : job->length);
     case SW_SCATTER:
         return sw_scatter(job, &task->bad_blocks);
     default:
@@ -44,6 +44,8 @@ void *sw_threads_main(void *argument)
     pthread_mutex_lock(&engine->lock);
     for (;;) {
         if (sw_request_take(engine, &request)) {
+            if (engine->ready_head)
+                pthread_cond_signal(&engine->work); /* a task has woken one thread, and may have requests for more */
             pthread_mutex_unlock(&engine->lock);
             while (sw_request_advance(engine, &request, execute(engine, &request)))
                 continue;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -122,28 +123,44 @@ states = st.lists(
 )
 
 
-@given(
-    items=states,
-    slot_bytes=st.sampled_from([4096, 50_000, SMALL, 1 << 20, 8 << 20]),
-    holes=st.lists(st.integers(0, 3).map(lambda n: n == 0), min_size=1, max_size=9),
-    seed=st.integers(0, 99),
-    data=st.data(),
-)
+@dataclass
+class Case:
+    """A shard in two memories, its slots, and the bytes of it that a job is about."""
+
+    state: Layout
+    other: Layout
+    slots: Layout
+    start: int
+    length: int
+    seed: int
+
+    def memories(self) -> list[Bytes]:
+        return [layout.noise(self.seed + index) for index, layout in enumerate((self.state, self.slots, self.other))]
+
+    def common(self) -> NDArray[np.intp]:
+        """Those that are no holes in the first memory and in the slots."""
+        mine = np.arange(self.start, self.start + self.length)
+        return mine[(self.state.places[mine] >= 0) & (self.slots.places[mine] >= 0)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    items, seed = draw(states), draw(st.integers(0, 99))
+    state = state_of(items, seed)
+    holes = draw(st.lists(st.integers(0, 3).map(lambda n: n == 0), min_size=1, max_size=9))
+    slots = slots_of(state.total, draw(st.sampled_from([4096, 50_000, SMALL, 1 << 20, 8 << 20])), holes, seed)
+    start = draw(st.integers(0, state.total))
+    return Case(state, state_of(items, seed + 1), slots, start, draw(st.integers(0, state.total - start)), seed)
+
+
+@given(case=cases())
 @PROPERTY
-def test_what_is_packed_and_unpacked_equals_the_model(
-    device: Device, run: Run, items: list[tuple[int, int, bool]], slot_bytes: int, holes: list[bool], seed: int,
-    data: st.DataObject,
-) -> None:  # fmt: skip
+def test_what_is_packed_and_unpacked_equals_the_model(device: Device, run: Run, case: Case) -> None:
     """Also that nothing else is touched: not the source, no hole, not a byte around the job's."""
-    state, other = state_of(items, seed), state_of(items, seed + 1)
-    slots = slots_of(state.total, slot_bytes, holes, seed)
-    start = data.draw(st.integers(0, state.total))
-    length = data.draw(st.integers(0, state.total - start))
-    memories = [layout.noise(seed + index) for index, layout in enumerate((state, slots, other))]
-    before, between, after = memories
+    state, other, slots, start, length = case.state, case.other, case.slots, case.start, case.length
+    before, between, after = memories = case.memories()
     here, slotted, there = (device.room(memory) for memory in memories)
-    common = np.arange(start, start + length)
-    common = common[(state.places[common] >= 0) & (slots.places[common] >= 0)]
+    common = case.common()
 
     pack = Job(Op.PACK, length=length, pieces=state.at(here), pieces_offset=start, slots=slots.at(slotted))
     assert run(device.engine, [pack])[0].result == length
@@ -156,6 +173,27 @@ def test_what_is_packed_and_unpacked_equals_the_model(
     after[other.places[common]] = before[state.places[common]]
     assert np.array_equal(device.content(there, after.size), after)
     assert np.array_equal(device.content(slotted, between.size), between)
+    device.clear()
+
+
+@given(case=cases())
+@PROPERTY
+def test_what_crosses_to_slots_and_from_them_equals_the_model(device: Device, run: Run, case: Case) -> None:
+    """Slots of host memory, anywhere, in one job each way."""
+    start, length, common = case.start, case.length, case.common()
+    before, host, after = case.memories()
+    here, there, at_host = device.room(before), device.room(after), case.slots.at(host.ctypes.data)
+    expected = host.copy()
+
+    down = Job(Op.D2H, length=length, pieces=case.state.at(here), pieces_offset=start, slots=at_host, keep=host)
+    assert run(device.engine, [down])[0].result == length
+    expected[case.slots.places[common]] = before[case.state.places[common]]
+    assert np.array_equal(host, expected) and np.array_equal(device.content(here, before.size), before)
+
+    up = Job(Op.H2D, length=length, pieces=case.other.at(there), pieces_offset=start, slots=at_host, keep=host)
+    assert run(device.engine, [up])[0].result == length
+    after[case.other.places[common]] = before[case.state.places[common]]
+    assert np.array_equal(device.content(there, after.size), after) and np.array_equal(host, expected)
     device.clear()
 
 
@@ -267,7 +305,7 @@ def test_malformed_jobs_are_refused(device: Device, copier: Engine) -> None:
             device.engine.submit([Job(op, length=10, pieces=one, slots=one, crcs=np.zeros(1, np.uint32))])
         with pytest.raises(ValueError, match="not for an engine of kind threads"):
             copier.submit([Job(op, length=10, pieces=one, slots=one)])
-    for engine, op in ((device.engine, Op.D2H), (device.engine, Op.H2D), (copier, Op.GATHER), (copier, Op.READ)):
+    for engine, op in ((copier, Op.SCATTER), (copier, Op.READ), (copier, Op.SYNC)):
         with pytest.raises(ValueError, match=f"{op.name} takes no slots"):
             engine.submit([Job(op, length=10, pieces=one, slots=one)])
     assert device.engine.statistics().jobs_submitted == copier.statistics().jobs_submitted == 0

@@ -17,7 +17,7 @@ from tests.fakecuda import GATHER, SCATTER, FakeCuda
 Run = Callable[[Engine, list[Job]], list[Done]]
 MakeDevice = Callable[..., DeviceEngine]
 SMALL = 64 << 10  # pieces below cross together
-STAGE = 8 << 20
+STAGE = 4 << 20
 PROPERTY = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -107,7 +107,7 @@ def test_without_device_memory_each_piece_goes_alone(
     assert (gpu.statistics().copies, gpu.statistics().kernels, gpu.memory_bytes) == (len(SIZES), 0, 0)
     fake.fail("cuMemAlloc_v2", 2, nth=2, times=-1)  # one stage is there, and serves
     assert run(gpu, [memory.job(Op.H2D)])[0].result == TOTAL and memory.good()
-    assert gpu.statistics().kernels == 3 and gpu.memory_bytes == 8 << 20
+    assert gpu.statistics().kernels == 3 and gpu.memory_bytes == 4 << 20
 
 
 def test_a_failed_job_ends_after_what_it_has_issued(

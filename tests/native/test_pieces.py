@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stepwell.native import BLOCK_BYTES, Done, Engine, Job, Op, PieceMap, Region, crc32c
+from stepwell.native import BLOCK_BYTES, Done, Engine, Job, Latch, Op, PieceMap, Region, Ticket, crc32c
 
 Run = Callable[[Engine, list[Job]], list[Done]]
 PROPERTY = settings(
@@ -101,6 +101,50 @@ def test_round_trip(copier: Engine, run: Run, pieces: Pieces, data: st.DataObjec
                 low = high = 0
             assert np.array_equal(target[low:high], array[low:high])
             assert np.all(target[:low] == 0x55) and np.all(target[high:] == 0x55)
+
+
+@given(pieces=pieces, slot_blocks=st.integers(1, 2), seed=st.integers(0, 99), data=st.data())
+@PROPERTY
+def test_slots_anywhere_hold_what_one_buffer_would(
+    run: Run, pieces: Pieces, slot_blocks: int, seed: int, data: st.DataObject
+) -> None:
+    """Several threads may share the job. Beside the bytes and the padding of the last one nothing is touched."""
+    start = data.draw(st.integers(0, pieces.total // BLOCK_BYTES)) * BLOCK_BYTES
+    length = data.draw(st.integers(0, pieces.total - start))
+    size = slot_blocks * BLOCK_BYTES
+    count = pieces.total // size + 1
+    order = np.random.default_rng(seed).permutation(count).astype(np.uint64)
+    with Region(count * size) as region, Engine("slots", backend="threads", threads=3) as copier:
+        region.view()[:] = b"\xaa" * region.size
+        expected = pieces.shard(b"\xaa" * pieces.total)[start : start + length]
+        slots = PieceMap(
+            np.arange(count + 1, dtype=np.uint64) * np.uint64(size), order * np.uint64(size) + np.uint64(region.address)
+        )
+        crcs, latch, signal = np.zeros(blocks(length), np.uint32), Latch(1), Ticket()
+        job = Job(
+            Op.GATHER, slots=slots, length=length, pieces=pieces.map, pieces_offset=start, crcs=crcs, latches=[latch],
+            signal=signal, keep=region,
+        )  # fmt: skip
+        assert run(copier, [job])[0].result == length
+        assert (latch.left, signal.state) == (0, "done")
+        assert copier.statistics().bytes_gathered == length
+        assert [int(c) for c in crcs] == [
+            crc32c(expected[at : at + BLOCK_BYTES]) for at in range(0, length, BLOCK_BYTES)
+        ]
+        shard = b"".join(bytes(region.view(int(place) * size, size)) for place in order)
+        assert shard[start : start + length] == expected
+        padded = start + -(-length // 4096) * 4096
+        assert shard[:start] == b"\xaa" * start and shard[padded:] == b"\xaa" * (len(shard) - padded)
+        assert shard[start + length : padded] == bytes(padded - start - length)
+
+
+def test_slots_that_share_a_checksum_are_refused(copier: Engine) -> None:
+    shard = PieceMap(np.array([0, 4 * BLOCK_BYTES]), np.zeros(1, np.uint64))
+    slots = PieceMap(np.array([0, 4096, BLOCK_BYTES, 4 * BLOCK_BYTES]), np.zeros(3, np.uint64))
+    job = Job(Op.GATHER, slots=slots, length=2 * BLOCK_BYTES, pieces=shard, crcs=np.zeros(2, np.uint32))
+    with pytest.raises(ValueError, match="malformed"):
+        copier.submit([job])
+    assert copier.statistics().jobs_submitted == 0
 
 
 @given(pieces=pieces, data=st.data())
