@@ -14,8 +14,8 @@ from stepwell.errors import CorruptData, StepwellError
 from stepwell.format.names import MANIFEST, Attempt, rank_file, rank_of
 from stepwell.format.records import Draft, Manifest, RankRecord, ShardRecord, decode, encode
 from stepwell.jobs import Job, wait_for
-from stepwell.putting import ShardJob
 from stepwell.saving import Order
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import RecordKey, Reservation, Tier
 
 

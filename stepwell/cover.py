@@ -14,7 +14,7 @@ import torch
 
 from stepwell.errors import StateError, StepwellError
 from stepwell.native import Latch
-from stepwell.putting import ChunkCover
+from stepwell.shardjob import ChunkCover
 from stepwell.state import ShardPlan, Snapshot
 from stepwell.state.whereabouts import HOST
 

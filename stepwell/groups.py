@@ -78,11 +78,11 @@ class Countdown:
     def __init__(self, done: Callable[[], None]) -> None:
         self._done, self._open, self._sealed = done, 0, False
 
-    def up(self) -> None:
-        self._open += 1
+    def up(self, count: int = 1) -> None:
+        self._open += count
 
-    def down(self) -> None:
-        self._open -= 1
+    def down(self, count: int = 1) -> None:
+        self._open -= count
         self._check()
 
     def seal(self) -> None:

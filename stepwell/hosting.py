@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepwell.errors import NotPlanned, TierFull
-from stepwell.putting import ShardJob
 from stepwell.saving import Save
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import Refused, Reservation, Tier
 from stepwell.tiers.host import HostTier
 from stepwell.units import format_bytes

@@ -15,7 +15,7 @@ import numpy as np
 from stepwell.errors import StepwellError, TierError, TierFull
 from stepwell.hosting import try_reserve
 from stepwell.native import Done, Job, Latch, Op, PieceMap, Ticket
-from stepwell.putting import ShardJob
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import Refused, Reservation
 from stepwell.tiers.gpu import Device, GpuTier, slot_map
 from stepwell.tiers.host import Priority, Slot

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,10 +14,10 @@ from stepwell.edges import Edge, Turn
 from stepwell.errors import StepwellError, TierFull
 from stepwell.fetching import Fetching, raise_failed
 from stepwell.groups import Countdown, Group
-from stepwell.native import BLOCK_BYTES, Done, Job, Latch, Mark, Op, PieceMap, Ticket
-from stepwell.ranges import Array, Read
-from stepwell.reading import Crcs
-from stepwell.tiers.base import ChunkIO, ShardKey, Tier
+from stepwell.native import BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
+from stepwell.ranges import Read
+from stepwell.shardjob import UNGUARDED, ChunkCover, Packed, ShardJob
+from stepwell.tiers.base import ChunkIO, Tier
 from stepwell.tiers.host import Priority, Slot
 
 #: chunks whose copies are asked for together, if there are slots for them: a GPU copies one faster than Python asks
@@ -27,67 +26,6 @@ BATCH = 16
 #: stop it, and no more, so that asking for them is spread over the time that they take. Training's own thread needs
 #: the interpreter, too, and most of all when an iteration begins
 GPU_AHEAD_BYTES = 3 << 29
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCover:
-    """What waits for one chunk. urgent: save() does."""
-
-    urgent: bool = True
-    host: tuple[Latch, ...] = ()  # go down once the chunk's bytes in host memory are copied
-    gpu: Mapping[int, tuple[Latch, ...]] = field(default_factory=dict)  # once copies from that GPU are under way
-
-
-UNGUARDED = ChunkCover()
-
-
-class Source(Protocol):
-    """Where a shard's bytes come from: the state's memory."""
-
-    def pieces(self, start: int, stop: int) -> PieceMap:
-        """Those in host memory; all else is a hole."""
-
-    def gpu_pieces(self, start: int, stop: int) -> Sequence[tuple[int, PieceMap]]:
-        """Those in GPUs' memory, of each GPU that has any."""
-
-    def has_host_pieces(self, start: int, stop: int) -> bool: ...
-
-    def borders(self) -> tuple[Array, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Where each piece begins, with the end of the last one, and whether it is in a GPU's memory."""
-
-
-class Packed(Protocol):
-    """A shard whose bytes are being copied within their GPU's memory, or some of them."""
-
-    map: PieceMap  # of the file, in the copy; holes where there is none
-    header_bytes: int  # the file's first ones, which are no state
-    ticket: Ticket  # done once the tensors of the GPU are copied
-    packed: asyncio.Future[Done] | None  # the same; None: there are none
-    stays: bool  # it is to have what comes from host memory, too
-    broken: bool  # `mirror` has failed
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether bytes [start, stop) of the file are in the copy."""
-
-    def mirror(self, address: int, start: int, length: int) -> asyncio.Future[Done]:
-        """Adds what of these bytes came from host memory, from `address`, where all of them are."""
-
-
-@dataclass(slots=True)
-class ShardJob:
-    """A shard on its way from the state to a tier. `crcs` is filled as its blocks are copied."""
-
-    key: ShardKey
-    size: int
-    source: Source
-    cover: Sequence[ChunkCover] | None = None  # of each chunk; None: the caller of save() waits for all
-    marks: Mapping[int, Mark] = field(default_factory=dict)  # of each GPU: copies from there come after it
-    packed: Packed | None = None  # chunks come from there as far as it has them
-    crcs: Crcs = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.crcs = np.zeros(-(-self.size // BLOCK_BYTES), np.uint32)
-
 
 _Way = tuple[Tier, Edge]
 
@@ -119,17 +57,53 @@ class _Chunk:
         return self.shard.source.has_host_pieces(self.start, self.start + self.length)
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What is to be copied yet of a shard, by numbers: a chunk becomes an object when its turn comes, since the cyclic
+    garbage collector, which stops training, runs the more often the more objects live long."""
+
+    shard: ShardJob
+    numbers: deque[int]
+
+
 @dataclass(slots=True)
 class _Held:
-    """A chunk with the room that it got."""
+    """Chunks with the room that they got: one, or several that follow each other in a shard and are copied together."""
 
-    chunk: _Chunk
-    slot: Slot
-    turn: Turn | None
-    linked: Ticket | None = None  # done once the chunk is whole in its slot
+    chunks: list[_Chunk]
+    slots: list[Slot]
+    turn: Turn | None = None
+    linked: Ticket | None = None  # done once the chunks are whole in their slots
     fetches: list[tuple[int, int]] = field(default_factory=list)  # from GPUs: each one's number, and of its batch which
     fetched: list[tuple[int, asyncio.Future[Done]]] = field(default_factory=list)
-    copying: asyncio.Future[Done] = field(init=False)  # done once the chunk is whole
+    copying: asyncio.Future[Done] = field(init=False)  # done once the chunks are whole
+
+    @property
+    def shard(self) -> ShardJob:
+        return self.chunks[0].shard
+
+    @property
+    def packed(self) -> Packed | None:
+        return self.chunks[0].packed
+
+    @property
+    def start(self) -> int:
+        return self.chunks[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.chunks[-1].start + self.chunks[-1].length
+
+    def goes_on_with(self, chunk: _Chunk) -> bool:
+        """Whether a chunk of the same shard can be copied together with these."""
+        return chunk.start == self.stop and chunk.packed is self.packed
+
+    def memory(self) -> tuple[int, PieceMap | None]:
+        """The slots, as jobs have them: the address of the one, or where the bytes are in several."""
+        if len(self.slots) == 1:
+            return self.slots[0].address, None
+        starts = [*(chunk.start for chunk in self.chunks), self.stop]
+        return 0, PieceMap(np.array(starts, np.uint64), np.array([slot.address for slot in self.slots], np.uint64))
 
 
 @dataclass(slots=True)
@@ -166,10 +140,8 @@ class Putting(Fetching):
         """
         group = Group(self._tasks, stop_on_error=not kept)
         progress = _Progress(Countdown(on_captured), Countdown(on_copied), Countdown(on_whole))
-        chunks = [chunk for shard in shards for chunk in self._chunks(shard)]
-        urgent = [chunk for chunk in chunks if chunk.urgent]
-        for _ in urgent:
-            progress.captured.up()
+        urgent, others = zip(*map(self._lines, shards), strict=True) if shards else ((), ())
+        progress.captured.up(sum(len(line.numbers) for line in urgent))
         for shard in shards:
             _follow(shard, progress)
         progress.captured.seal()
@@ -177,7 +149,7 @@ class Putting(Fetching):
         if tier is not None:
             way = tier, self._edge(self._here, tier.info.name, Priority.SNAPSHOT, tier.info.write_bytes_per_s)
         self.arena.expect(sum(shard.size for shard in shards))
-        left = deque([*urgent, *(chunk for chunk in chunks if not chunk.urgent)])
+        left = deque(line for line in (*urgent, *others) if line.numbers)
         while left and not group.failed:
             await self._pace(progress)
             try:
@@ -186,7 +158,7 @@ class Putting(Fetching):
                 group.fail(error)
                 break
             self._copy_in(batch, progress)
-            key = batch[0].chunk.shard.key
+            key = batch[0].shard.key
             if way is None:
                 group.start(key, self._keep_all(batch))
             else:
@@ -197,25 +169,45 @@ class Putting(Fetching):
             progress.whole.seal()
         await group.end()
 
-    def _chunks(self, shard: ShardJob) -> Iterator[_Chunk]:
-        for number, read in enumerate(self.all_of(shard.size)):
-            cover = UNGUARDED if shard.cover is None else shard.cover[number]
-            packed = shard.packed
-            if packed is not None and not packed.has(read.start, read.start + read.length):
-                packed = None
-            yield _Chunk(shard, read.start, read.length, cover, packed)
+    def _lines(self, shard: ShardJob) -> tuple[_Line, _Line]:
+        """What save() waits for of a shard, and the rest."""
+        numbers = range(-(-shard.size // self.arena.slot_bytes))
+        urgent = set[int]()
+        if shard.cover is None or any(cover.urgent for cover in shard.cover):
+            urgent.update(number for number in numbers if self._chunk(shard, number).urgent)
+        others = deque(number for number in numbers if number not in urgent)
+        return _Line(shard, deque(sorted(urgent))), _Line(shard, others)
 
-    async def _next_batch(self, left: deque[_Chunk], way: _Way | None, kept: bool) -> list[_Held]:
-        """The next chunks, all of one shard: one as soon as there is room for it, and others that need not wait."""
-        slot, turn = await self._room(way, left[0].length, kept)
-        shard = left[0].shard
+    def _chunk(self, shard: ShardJob, number: int) -> _Chunk:
+        start = number * self.arena.slot_bytes
+        length = min(self.arena.slot_bytes, shard.size - start)
+        cover = UNGUARDED if shard.cover is None else shard.cover[number]
+        packed = shard.packed
+        if packed is not None and not packed.has(start, start + length):
+            packed = None
+        return _Chunk(shard, start, length, cover, packed)
+
+    async def _next_batch(self, left: deque[_Line], way: _Way | None, kept: bool) -> list[_Held]:
+        """The next chunks, all of one shard: one as soon as there is room for it, and others that need not wait. What
+        goes on to a tier does so chunk by chunk; all else is copied together."""
+        line = left[0]
+        chunk = self._chunk(line.shard, line.numbers[0])
+        slot, turn = await self._room(way, chunk.length, kept)
         linked = way is not None and way[0].info.linked
-        batch = [_Held(left.popleft(), slot, turn, Ticket() if linked else None)]
-        while kept and turn is None and left and left[0].shard is shard and len(batch) < BATCH:
-            more = self.arena.take_now(Priority.SNAPSHOT, kept=True)
+        line.numbers.popleft()
+        batch = [_Held([chunk], [slot], turn, Ticket() if linked else None)]
+        for _ in range(BATCH - 1 if kept and turn is None else 0):
+            more = self.arena.take_now(Priority.SNAPSHOT, kept=True) if line.numbers else None
             if more is None:
                 break
-            batch.append(_Held(left.popleft(), more, None, Ticket() if linked else None))
+            chunk = self._chunk(line.shard, line.numbers.popleft())
+            if way is None and batch[-1].goes_on_with(chunk):
+                batch[-1].chunks.append(chunk)
+                batch[-1].slots.append(more)
+            else:
+                batch.append(_Held([chunk], [more], None, Ticket() if linked else None))
+        if not line.numbers:
+            left.popleft()
         return batch
 
     async def _room(self, way: _Way | None, length: int, kept: bool) -> tuple[Slot, Turn | None]:
@@ -233,78 +225,85 @@ class Putting(Fetching):
 
     def _copy_in(self, batch: Sequence[_Held], progress: _Progress) -> None:
         """GPUs -> slots, then host memory -> slots and the checksums; each copy is linked natively to the one before
-        into its slot."""
+        into its slots."""
         fetches: dict[int, list[Job]] = {}
         gathers = []
         for held in batch:
-            chunk, slot, shard = held.chunk, held.slot, held.chunk.shard
-            start, stop = chunk.start, chunk.start + chunk.length
-            if slot.kept:
-                self.arena.place(slot, shard.key, start // self.arena.slot_bytes, chunk.length)
+            shard, packed, start, length = held.shard, held.packed, held.start, held.stop - held.start
+            for chunk, slot in zip(held.chunks, held.slots, strict=True):
+                if slot.kept:
+                    self.arena.place(slot, shard.key, chunk.start // self.arena.slot_bytes, chunk.length)
+            address, slots = held.memory()
             after: Ticket | None = None
-            for gpu, pieces in shard.source.gpu_pieces(start, stop):
+            for gpu, pieces in shard.source.gpu_pieces(start, held.stop):
                 line, ticket = fetches.setdefault(gpu, []), Ticket()
                 held.fetches.append((gpu, len(line)))
                 job = Job(
-                    Op.D2H, address=slot.address, length=chunk.length, pieces=pieces, pieces_offset=start, after=after,
-                    signal=ticket,
+                    Op.D2H, address=address, slots=slots, length=length, pieces=pieces, pieces_offset=start,
+                    after=after, signal=ticket,
                 )  # fmt: skip
-                if chunk.packed is not None:
-                    job.pieces, job.after = chunk.packed.map, chunk.packed.ticket
+                if packed is not None:
+                    job.pieces, job.after = packed.map, packed.ticket
                 else:
-                    job.mark, job.latches = shard.marks[gpu], chunk.cover.gpu.get(gpu, ())
+                    job.mark = shard.marks[gpu]
+                    job.latches = [latch for chunk in held.chunks for latch in chunk.cover.gpu.get(gpu, ())]
                 line.append(job)
                 after = ticket
             gathers.append(
                 Job(
-                    Op.GATHER, address=slot.address, length=chunk.length, pieces=shard.source.pieces(start, stop),
-                    pieces_offset=start, crcs=shard.crcs[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)], after=after,
-                    signal=held.linked, latches=chunk.cover.host,
+                    Op.GATHER, address=address, slots=slots, length=length,
+                    pieces=shard.source.pieces(start, held.stop), pieces_offset=start,
+                    crcs=shard.crcs[start // BLOCK_BYTES : -(-held.stop // BLOCK_BYTES)], after=after,
+                    signal=held.linked, latches=[latch for chunk in held.chunks for latch in chunk.cover.host],
                 )
             )  # fmt: skip
         fetched = {gpu: self.gpus.get(gpu).down.start(line) for gpu, line in fetches.items()}
         for held, copying in zip(batch, self.copier.start(gathers), strict=True):
-            chunk = held.chunk
             held.fetched = [(gpu, fetched[gpu][at]) for gpu, at in held.fetches]
-            held.copying = read = copying
-            if held.fetched and not chunk.has_host_pieces:
-                _, read = held.fetched[-1]
+            held.copying = copying
+            self._follow_copies(held, progress)
+
+    def _follow_copies(self, held: _Held, progress: _Progress) -> None:
+        read, count = held.copying, len(held.chunks)
+        if held.fetched:
+            last = held.fetched[-1][1]
+            progress.from_gpus += count
+            last.add_done_callback(partial(_crossed, progress, count))
+            if not held.shard.source.has_host_pieces(held.start, held.stop):
+                read = last
+        progress.whole.up()
+        if any(chunk.reads_state for chunk in held.chunks):
             progress.copied.up()
-            progress.whole.up()
-            if held.fetched:
-                progress.from_gpus += 1
-                held.fetched[-1][1].add_done_callback(partial(_crossed, progress))
-            if chunk.reads_state:
-                read.add_done_callback(partial(_read, progress, chunk.urgent))
-            else:
-                progress.copied.down()
-            copying.add_done_callback(partial(self._copied, held, progress))
+            read.add_done_callback(partial(_read, progress, sum(chunk.urgent for chunk in held.chunks)))
+        held.copying.add_done_callback(partial(self._copied, held, progress))
 
     async def _pace(self, progress: _Progress) -> None:
-        """Waits while enough is on its way from GPUs."""
+        """Waits while enough is on its way from GPUs. Who else needs the interpreter gets it in between."""
+        await asyncio.sleep(0)
         most = max(2 * BATCH, GPU_AHEAD_BYTES // self.arena.slot_bytes)
         while progress.from_gpus > most:
             progress.fewer.clear()
             await progress.fewer.wait()
 
     def _copied(self, held: _Held, progress: _Progress, copying: asyncio.Future[Done]) -> None:
-        """The chunk is whole in host memory, and can be read there, before it is on the tier."""
-        chunk = held.chunk
+        """The chunks are whole in host memory, and can be read there, before they are on the tier."""
         if not _is_good(copying):
             return
-        self.arena.filled(held.slot)
-        if chunk.packed is not None and chunk.packed.stays and chunk.has_host_pieces:
-            self.arena.hold(held.slot)
-            mirroring = chunk.packed.mirror(held.slot.address, chunk.start, chunk.length)
-            mirroring.add_done_callback(partial(self._mirrored, held, progress))
-        else:
-            progress.whole.down()
+        packed = held.packed
+        for chunk, slot in zip(held.chunks, held.slots, strict=True):
+            self.arena.filled(slot)
+            if packed is not None and packed.stays and chunk.has_host_pieces:
+                self.arena.hold(slot)
+                progress.whole.up()
+                mirroring = packed.mirror(slot.address, chunk.start, chunk.length)
+                mirroring.add_done_callback(partial(self._mirrored, packed, slot, progress))
+        progress.whole.down()
 
-    def _mirrored(self, held: _Held, progress: _Progress, mirroring: asyncio.Future[Done]) -> None:
+    def _mirrored(self, packed: Packed, slot: Slot, progress: _Progress, mirroring: asyncio.Future[Done]) -> None:
         """The copy in GPU memory has what of the chunk was in host memory, too."""
-        self.arena.release(held.slot)
-        if held.chunk.packed is not None and not _is_good(mirroring):
-            held.chunk.packed.broken = True
+        self.arena.release(slot)
+        if not _is_good(mirroring):
+            packed.broken = True
         progress.whole.down()
 
     async def _keep_all(self, batch: Sequence[_Held]) -> None:
@@ -315,12 +314,13 @@ class Putting(Fetching):
                 self._require_whole(held)
         finally:
             for held in batch:
-                self._let_go(held.slot)
+                for slot in held.slots:
+                    self._let_go(slot)
 
     async def _send(self, way: _Way, held: _Held) -> None:
         """A chunk to the tier. Owns the slot and the turn until it ends."""
         tier, edge = way
-        chunk, turn = held.chunk, held.turn
+        [chunk], [slot], turn = held.chunks, held.slots, held.turn
         try:
             if held.linked is None:
                 await asyncio.wait([held.copying])
@@ -328,7 +328,7 @@ class Putting(Fetching):
             try:
                 turn = turn or await edge.enter(chunk.length, Priority.SNAPSHOT)
                 with turn:
-                    place = ChunkIO(chunk.shard.key, chunk.start, chunk.length, held.slot.address, after=held.linked)
+                    place = ChunkIO(chunk.shard.key, chunk.start, chunk.length, slot.address, after=held.linked)
                     await write(tier, place)
             finally:
                 await asyncio.wait([held.copying])  # the slot is the copier's until then, whatever the tier says
@@ -336,10 +336,10 @@ class Putting(Fetching):
         finally:
             if turn is not None:
                 turn.leave(False)
-            self._let_go(held.slot)
+            self._let_go(slot)
 
     def _require_whole(self, held: _Held) -> None:
-        """Raises StepwellError if a copy into the slot has failed."""
+        """Raises StepwellError if a copy into the slots has failed."""
         if held.copying.result().result < 0:
             for number, fetched in held.fetched:
                 gpu = self.gpus.get(number)
@@ -371,16 +371,16 @@ def _follow(shard: ShardJob, progress: _Progress) -> None:
     packing.add_done_callback(partial(_read, progress, urgent))
 
 
-def _crossed(progress: _Progress, done: asyncio.Future[Done]) -> None:
-    progress.from_gpus -= 1
-    if progress.from_gpus % BATCH == 0:
-        progress.fewer.set()
+def _crossed(progress: _Progress, count: int, done: asyncio.Future[Done]) -> None:
+    progress.from_gpus -= count
+    progress.fewer.set()
 
 
-def _read(progress: _Progress, urgent: bool, done: asyncio.Future[Done]) -> None:
+def _read(progress: _Progress, urgent: int, done: asyncio.Future[Done]) -> None:
+    """urgent: how many of the chunks save() waits for."""
     progress.copied.down()
     if urgent:
-        progress.captured.down()
+        progress.captured.down(urgent)
 
 
 async def write(tier: Tier, chunk: ChunkIO) -> None:

@@ -9,8 +9,8 @@ from stepwell.chain import Chain, reserve
 from stepwell.errors import SaveSkipped, TierFull
 from stepwell.hosting import has_room, no_memory, not_hosted, said_of, try_reserve
 from stepwell.hostmem import host_budget_bytes, local_ranks
-from stepwell.putting import ShardJob
 from stepwell.saving import Order, Save
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import HostTier
 

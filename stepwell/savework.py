@@ -17,10 +17,10 @@ from stepwell.hosting import no_memory, not_hosted
 from stepwell.jobs import Job, wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.packing import Packing, pack
-from stepwell.putting import ShardJob
 from stepwell.reading import Crcs, Healing, Reading
 from stepwell.saveroom import SaveRoom
 from stepwell.saving import Order, Save, Turns
+from stepwell.shardjob import ShardJob
 from stepwell.state import Snapshot
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey
 from stepwell.tiers.gpu import GpuTier

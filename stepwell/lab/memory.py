@@ -53,11 +53,16 @@ class Copier:
             assert job.after is None, "the lab's tiers are not linked"
             future: asyncio.Future[Done] = loop.create_future()
             futures.append(future)
-            thread = self._free_at.index(min(self._free_at))
-            end = max(loop.time(), self._free_at[thread]) + job.length / self._thread_bytes_per_s
-            self._free_at[thread] = end
-            loop.call_at(end, _end, job, future)
+            parts = [job.length] if job.slots is None else np.diff(job.slots.offsets).tolist()  # a thread takes one
+            loop.call_at(max(map(self._take, parts)), _end, job, future)
         return futures
+
+    def _take(self, length: int) -> float:
+        """When the thread that is free first will have copied so much."""
+        thread = self._free_at.index(min(self._free_at))
+        end = max(asyncio.get_running_loop().time(), self._free_at[thread]) + length / self._thread_bytes_per_s
+        self._free_at[thread] = end
+        return end
 
     async def run(self, jobs: Sequence[Job]) -> list[Done]:
         futures = self.start(jobs)

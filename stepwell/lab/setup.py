@@ -21,11 +21,11 @@ from stepwell.lab.speeds import Speeds
 from stepwell.lab.tier import Place
 from stepwell.lab.trace import Workload
 from stepwell.policies.base import Policy
-from stepwell.putting import ShardJob
 from stepwell.runtime import STAGING_BYTES
 from stepwell.saving import Order
 from stepwell.schema import DRIVERS, OTHER_DRIVER, TierConfig
 from stepwell.settings import Settings
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Survives, TierInfo
 from stepwell.tiers.host import HostTier, chunk_bytes_for
 from stepwell.units import format_bytes

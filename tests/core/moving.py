@@ -14,9 +14,9 @@ import numpy as np
 from stepwell.mover import Mover
 from stepwell.native import AsyncEngine, Engine, PieceMap, Region
 from stepwell.policies.evict import LRU
-from stepwell.putting import ShardJob
 from stepwell.ranges import Array
 from stepwell.reading import Healing, Reading
+from stepwell.shardjob import ShardJob
 from stepwell.tiers._slices import Memory
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Reservation, ShardKey, Tier
 from stepwell.tiers.file import FileTier

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from stepwell.errors import TierError
-from stepwell.putting import ShardJob
 from stepwell.reading import Healing, Reading
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import RecordKey, Reservation, ShardKey
 from stepwell.tiers.host import Priority
 from stepwell.tiers.memory import MemoryTier

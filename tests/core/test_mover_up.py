@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from stepwell.errors import CorruptData, TierError
-from stepwell.putting import ShardJob
 from stepwell.ranges import Read
 from stepwell.reading import Caller, Healing, Reading
+from stepwell.shardjob import ShardJob
 from stepwell.tiers.host import Priority
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.wrap import Event, Fault, Faulty, Traced

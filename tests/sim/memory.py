@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -137,7 +137,9 @@ class Copier:
         pieces = cast(Pieces, job.pieces)
         first = job.pieces_offset // BLOCK_BYTES
         tokens: list[Token] = [pieces.load(first + at) for at in range(blocks_of(job.length))]
-        self._memory.store(job.address, tokens, job.length)
+        for address, start, stop in _buffers(job):
+            there = tokens[start // BLOCK_BYTES - first : blocks_of(stop) - first]
+            self._memory.store(address, there, stop - start)
         if job.crcs is not None:
             job.crcs[:] = np.array([crc_of(token) for token in tokens], np.uint32)
 
@@ -150,6 +152,19 @@ class Copier:
             elif job.pieces is not None:
                 cast(Pieces, job.pieces).store(first + at, token)
         return bad
+
+
+def _buffers(job: Job) -> Iterator[tuple[int, int, int]]:
+    """Where the job's bytes [start, stop) of the shard go to."""
+    start, stop = job.pieces_offset, job.pieces_offset + job.length
+    if job.slots is None:
+        yield job.address, start, stop
+        return
+    bounds = job.slots.offsets.tolist()
+    for address, begin, end in zip(job.slots.addresses.tolist(), bounds, bounds[1:], strict=False):
+        if max(begin, start) < min(end, stop):
+            assert begin >= start, "the mover gives whole slots"
+            yield address, begin, min(end, stop)
 
 
 class Tokens:
