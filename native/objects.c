@@ -1,39 +1,116 @@
 /* What objects consist of, asked natively: Python takes a microsecond for each, and whoever saves waits for that.
  *
  * An extension of its own, in the stable ABI: cffi's functions let go of the interpreter, and these need it throughout.
- * Nothing here runs code of the objects that it looks at, so they do not change meanwhile.
+ * Nothing here runs code of the objects that it looks at, so they do not change meanwhile; but for `numbers`, which
+ * asks them, and for the items of sets, which are compared while nothing is gone through.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
 #include <string.h>
 
-static int append_size(PyObject *list, Py_ssize_t size)
+enum { AHEAD = 8, RECENT = 16 }; /* how many objects further the processor fetches what it will need; classes at hand */
+
+/* Memory that objects consist of, `each` pieces for every one: addresses whose lowest bits say how many lines follow
+ * the first. They are not followed, as they may have become wrong. */
+typedef struct hints {
+    Py_buffer words;
+    Py_ssize_t each, objects;
+} hints;
+
+static void count_hints(hints *given)
+{
+    given->objects = given->each > 0 ? given->words.len / (Py_ssize_t)sizeof(uint64_t) / given->each : 0;
+}
+
+/* Lets the processor fetch what an object consists of that comes soon. */
+static void fetch_ahead(const hints *given, Py_ssize_t object)
+{
+    if (object + AHEAD >= given->objects)
+        return;
+    const uint64_t *words = (const uint64_t *)given->words.buf + (object + AHEAD) * given->each;
+    for (Py_ssize_t at = 0; at < given->each; at++) {
+        const char *line = (const char *)(uintptr_t)(words[at] & ~(uint64_t)63);
+        for (uint64_t more = words[at] & 63; line; line = more-- ? line + 64 : NULL)
+            __builtin_prefetch(line);
+    }
+}
+
+/* The objects themselves, which are counted as references long before the rest of them is looked at. */
+static void fetch_objects(const hints *given)
+{
+    for (Py_ssize_t at = 0; at < given->objects; at++)
+        __builtin_prefetch((const char *)(uintptr_t)((const uint64_t *)given->words.buf)[at * given->each], 1);
+}
+
+/* A trace that is made, or compared with one that is known: then nothing is made, which would take as long again. */
+typedef struct trace {
+    PyObject *made, *known; /* lists; `known` is NULL where one is made */
+    Py_ssize_t at;          /* how far it was compared */
+} trace;
+
+static int is_like(PyObject *object, PyObject *other)
+{
+    if (object == other)
+        return 1;
+    if (Py_TYPE(object) != Py_TYPE(other))
+        return 0;
+    if (PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || Py_IS_TYPE(object, &PyFrozenSet_Type))
+        return PyObject_RichCompareBool(object, other, Py_EQ);
+    return 0;
+}
+
+/* 0: the trace is another one. */
+static int note(trace *into, PyObject *object)
+{
+    if (!into->known)
+        return PyList_Append(into->made, object) < 0 ? -1 : 1;
+    if (into->at >= PyList_Size(into->known))
+        return 0;
+    return is_like(object, PyList_GetItem(into->known, into->at++));
+}
+
+static int note_size(trace *into, Py_ssize_t size)
 {
     PyObject *number = PyLong_FromSsize_t(size);
-    int result = number ? PyList_Append(list, number) : -1;
+    int result = number ? note(into, number) : -1;
     Py_XDECREF(number);
     return result;
 }
 
+static int begin_trace(trace *out, PyObject *known)
+{
+    out->at = 0;
+    out->known = known == Py_None ? NULL : known;
+    out->made = out->known ? Py_NewRef(known) : PyList_New(0);
+    if (out->known && !PyList_Check(known))
+        PyErr_SetString(PyExc_TypeError, "a trace is a list");
+    return out->made && PyList_Check(out->made) ? 1 : -1;
+}
+
+static int is_whole(const trace *compared)
+{
+    return !compared->known || compared->at == PyList_Size(compared->known);
+}
+
 /* A dict's size, its keys, each followed by None if its value is that; the values. 0: it is of another kind. */
-static int append_entries(PyObject *dict, PyObject *trace, PyObject *values)
+static int append_entries(PyObject *dict, trace *into, PyObject *values)
 {
     PyObject *key, *value;
     Py_ssize_t at = 0, size = PyDict_Check(dict) ? PyDict_Size(dict) : -1;
     if (size < 0 || (size > 0 && !PyDict_CheckExact(dict))) /* an OrderedDict has an order of its own */
         return 0;
-    if (append_size(trace, size) < 0)
-        return -1;
-    while (PyDict_Next(dict, &at, &key, &value)) {
-        if (!PyUnicode_CheckExact(key))
-            return 0;
-        if (PyList_Append(trace, key) < 0 || (value == Py_None && PyList_Append(trace, Py_None) < 0) ||
-            PyList_Append(values, value) < 0)
-            return -1;
+    int result = note_size(into, size);
+    while (result > 0 && PyDict_Next(dict, &at, &key, &value)) {
+        result = PyUnicode_CheckExact(key) ? note(into, key) : 0;
+        if (result > 0 && value == Py_None)
+            result = note(into, Py_None);
+        if (result > 0 && PyList_Append(values, value) < 0)
+            result = -1;
         __builtin_prefetch(value, 1);
     }
-    return 1;
+    return result;
 }
 
 /* What to ask of each object, and where to put the answers. */
@@ -43,12 +120,13 @@ typedef struct what {
     PyObject *noted;  /* those that count only if they are not empty */
     PyObject *absent; /* those that an object does not have of its own */
     PyObject *kinds;  /* set of classes */
-    PyObject *trace;
+    trace trace;
     PyObject *lists; /* of each attribute of `held`, the values */
+    PyObject *recent[RECENT]; /* classes that are in `kinds` */
 } what;
 
 /* Attributes that are there although they usually are empty, or absent. */
-static int append_unusual(PyObject *inside, const what *asked)
+static int append_unusual(PyObject *inside, what *asked)
 {
     for (Py_ssize_t at = 0, count = PyTuple_Size(asked->noted); at < count; at++) {
         PyObject *name = PyTuple_GetItem(asked->noted, at), *value = PyDict_GetItemWithError(inside, name);
@@ -61,16 +139,19 @@ static int append_unusual(PyObject *inside, const what *asked)
         Py_INCREF(value); /* what is made may have garbage collected */
         PyObject *found = PyFrozenSet_New(value); /* of keys, where it is a dict */
         Py_DECREF(value);
-        int result = found ? (PyList_Append(asked->trace, name) < 0 ? -1 : PyList_Append(asked->trace, found)) : -1;
+        int result = found ? note(&asked->trace, name) : -1;
+        if (result > 0)
+            result = note(&asked->trace, found);
         Py_XDECREF(found);
-        if (result < 0)
-            return -1;
+        if (result <= 0)
+            return result;
     }
     for (Py_ssize_t at = 0, count = PyTuple_Size(asked->absent); at < count; at++) {
         PyObject *name = PyTuple_GetItem(asked->absent, at);
         if (PyDict_GetItemWithError(inside, name)) {
-            if (PyList_Append(asked->trace, name) < 0)
-                return -1;
+            int result = note(&asked->trace, name);
+            if (result <= 0)
+                return result;
         } else if (PyErr_Occurred()) {
             return -1;
         }
@@ -85,22 +166,34 @@ static void fetch_values(PyObject *inside, PyObject *names)
         __builtin_prefetch(PyDict_GetItem(inside, PyTuple_GetItem(names, at)), 1);
 }
 
+/* Few classes, of many objects. */
+static int note_kind(PyObject *kind, what *asked)
+{
+    PyObject **place = asked->recent + (uintptr_t)kind / 64 % RECENT;
+    if (*place == kind)
+        return 0;
+    *place = kind; /* the set holds it */
+    return PySet_Add(asked->kinds, kind);
+}
+
 /* One object; its inner ones go to `below`. 0: it is of another kind. */
-static int look_at(PyObject *object, const what *asked, PyObject *below)
+static int look_at(PyObject *object, what *asked, PyObject *below)
 {
     PyObject *kind = (PyObject *)Py_TYPE(object), *inside = PyObject_GenericGetDict(object, NULL);
     if (!inside)
         return PyErr_ExceptionMatches(PyExc_AttributeError) ? (PyErr_Clear(), 0) : -1;
     fetch_values(inside, asked->held);
     fetch_values(inside, asked->noted);
-    int result = PyList_Append(asked->trace, kind) < 0 || PySet_Add(asked->kinds, kind) < 0 ? -1 : 1;
+    int result = note(&asked->trace, kind);
+    if (result > 0 && !asked->trace.known && note_kind(kind, asked) < 0)
+        result = -1;
     PyObject *dict = result > 0 ? PyDict_GetItemWithError(inside, asked->inner) : NULL;
     if (result > 0)
-        result = dict ? append_entries(dict, asked->trace, below) : PyErr_Occurred() ? -1 : 0;
+        result = dict ? append_entries(dict, &asked->trace, below) : PyErr_Occurred() ? -1 : 0;
     for (Py_ssize_t at = 0, count = PyTuple_Size(asked->held); result > 0 && at < count; at++) {
         dict = PyDict_GetItemWithError(inside, PyTuple_GetItem(asked->held, at));
         PyObject *values = PyList_GetItem(asked->lists, at);
-        result = dict ? append_entries(dict, asked->trace, values) : PyErr_Occurred() ? -1 : 0;
+        result = dict ? append_entries(dict, &asked->trace, values) : PyErr_Occurred() ? -1 : 0;
     }
     if (result > 0)
         result = append_unusual(inside, asked);
@@ -109,8 +202,9 @@ static int look_at(PyObject *object, const what *asked, PyObject *below)
 }
 
 /* Level by level. 0: some object is of another kind, or there are too many levels. */
-static int look_at_all(PyObject *root, long levels_max, const what *asked)
+static int look_at_all(PyObject *root, long levels_max, what *asked, const hints *given)
 {
+    Py_ssize_t count = 0;
     PyObject *level = PyList_New(0);
     int result = level && PyList_Append(level, root) == 0 ? 1 : -1;
     for (long deep = 0; result > 0 && PyList_Size(level) > 0; deep++) {
@@ -119,8 +213,10 @@ static int look_at_all(PyObject *root, long levels_max, const what *asked)
             result = below ? 0 : -1;
         for (Py_ssize_t at = 0; result > 0 && at < PyList_Size(level); at++) {
             PyObject *object = PyList_GetItem(level, at);
-            if (object != Py_None)
-                result = look_at(object, asked, below);
+            if (object == Py_None)
+                continue;
+            fetch_ahead(given, count++);
+            result = look_at(object, asked, below);
         }
         Py_DECREF(level);
         level = below;
@@ -132,56 +228,72 @@ static int look_at_all(PyObject *root, long levels_max, const what *asked)
 /* An object and all inside it: see _objects.pyi. */
 static PyObject *look(PyObject *module, PyObject *arguments)
 {
-    what asked;
-    PyObject *root, *out = NULL;
+    what asked = {0};
+    hints given;
+    PyObject *root, *known, *out = NULL;
     long levels_max;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OlUO!O!O!:look", &root, &levels_max, &asked.inner, &PyTuple_Type, &asked.held,
-                          &PyTuple_Type, &asked.noted, &PyTuple_Type, &asked.absent))
+    if (!PyArg_ParseTuple(arguments, "OlUO!O!O!(y*n)O:look", &root, &levels_max, &asked.inner, &PyTuple_Type,
+                          &asked.held, &PyTuple_Type, &asked.noted, &PyTuple_Type, &asked.absent, &given.words,
+                          &given.each, &known))
         return NULL;
+    count_hints(&given);
     asked.kinds = PySet_New(NULL);
-    asked.trace = PyList_New(0);
     asked.lists = PyList_New(0);
-    int result = asked.kinds && asked.trace && asked.lists ? 1 : -1;
+    int result = begin_trace(&asked.trace, known) > 0 && asked.kinds && asked.lists ? 1 : -1;
     for (Py_ssize_t at = 0; result > 0 && at < PyTuple_Size(asked.held); at++) {
         PyObject *list = PyList_New(0);
         if (!list || PyList_Append(asked.lists, list) < 0)
             result = -1;
         Py_XDECREF(list);
     }
+    fetch_objects(&given);
     if (result > 0)
-        result = look_at_all(root, levels_max, &asked);
+        result = look_at_all(root, levels_max, &asked, &given);
     if (result > 0)
-        out = PyTuple_Pack(3, asked.trace, asked.kinds, asked.lists);
+        result = is_whole(&asked.trace);
+    if (result > 0)
+        out = PyTuple_Pack(3, asked.trace.made, asked.kinds, asked.lists);
     else if (result == 0)
         out = Py_NewRef(Py_None);
     Py_XDECREF(asked.kinds);
-    Py_XDECREF(asked.trace);
+    Py_XDECREF(asked.trace.made);
     Py_XDECREF(asked.lists);
+    PyBuffer_Release(&given.words);
     return out;
 }
 
 /* The entries of all dicts in a dict: see _objects.pyi. */
-static PyObject *entries(PyObject *module, PyObject *outer)
+static PyObject *entries(PyObject *module, PyObject *arguments)
 {
-    PyObject *key, *value, *trace = PyList_New(0), *keys = PyList_New(0), *values = PyList_New(0), *out = NULL;
-    Py_ssize_t at = 0;
-    int result = trace && keys && values ? 1 : -1;
+    PyObject *outer, *known, *key, *value, *out = NULL;
+    Py_ssize_t at = 0, count = 0;
+    hints given;
+    trace trace;
     (void)module;
+    if (!PyArg_ParseTuple(arguments, "O(y*n)O:entries", &outer, &given.words, &given.each, &known))
+        return NULL;
+    count_hints(&given);
+    PyObject *keys = PyList_New(0), *values = PyList_New(0);
+    int result = begin_trace(&trace, known) > 0 && keys && values ? 1 : -1;
     if (result > 0 && !PyDict_Check(outer))
         result = 0;
     while (result > 0 && PyDict_Next(outer, &at, &key, &value)) {
+        fetch_ahead(&given, count++);
         result = PyDict_CheckExact(value) ? PyList_Append(keys, key) == 0 ? 1 : -1 : 0;
         if (result > 0)
-            result = append_entries(value, trace, values);
+            result = append_entries(value, &trace, values);
     }
     if (result > 0)
-        out = PyTuple_Pack(3, trace, keys, values);
+        result = is_whole(&trace);
+    if (result > 0)
+        out = PyTuple_Pack(3, trace.made, keys, values);
     else if (result == 0)
         out = Py_NewRef(Py_None);
-    Py_XDECREF(trace);
+    Py_XDECREF(trace.made);
     Py_XDECREF(keys);
     Py_XDECREF(values);
+    PyBuffer_Release(&given.words);
     return out;
 }
 
@@ -203,10 +315,126 @@ static PyObject *identities(PyObject *module, PyObject *list)
     return out;
 }
 
+/* An attribute that is an integer, or a method that answers one. */
+typedef struct question {
+    PyObject *descriptor, *owner; /* of which class it is one */
+    descrgetfunc get;
+    PyCFunction call; /* NULL if it must be called in the usual way, or is no method */
+    int method;
+} question;
+
+static int parse_question(question *out, PyObject *object)
+{
+    out->get = (descrgetfunc)PyType_GetSlot(Py_TYPE(out->descriptor), Py_tp_descr_get);
+    out->call = NULL;
+    out->owner = out->get ? PyObject_GetAttrString(out->descriptor, "__objclass__") : NULL;
+    if (!out->owner || !PyType_Check(out->owner) || !PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)out->owner)) {
+        PyErr_SetString(PyExc_TypeError, "a descriptor is needed, and objects of its class");
+        return -1;
+    }
+    PyObject *bound = out->get(out->descriptor, object, (PyObject *)Py_TYPE(object));
+    out->method = bound && PyCallable_Check(bound);
+    if (bound && PyCFunction_Check(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS)
+        out->call = PyCFunction_GetFunction(bound);
+    Py_XDECREF(bound);
+    return bound ? 0 : -1;
+}
+
+static int ask(const question *asked, PyObject *object, PyTypeObject **kind, int64_t *number)
+{
+    if (Py_TYPE(object) != *kind) {
+        *kind = Py_TYPE(object);
+        if (!PyType_IsSubtype(*kind, (PyTypeObject *)asked->owner)) {
+            PyErr_SetString(PyExc_TypeError, "an object is of another class");
+            return -1;
+        }
+    }
+    PyObject *answer = asked->call     ? asked->call(object, NULL)
+                       : asked->method ? PyObject_CallFunctionObjArgs(asked->descriptor, object, NULL)
+                                       : asked->get(asked->descriptor, object, (PyObject *)*kind);
+    *number = answer ? (int64_t)PyLong_AsUnsignedLongLongMask(answer) : -1;
+    Py_XDECREF(answer);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int ask_all(PyObject *objects, const question *asked, const hints *given, char *out)
+{
+    const int tuple = PyTuple_Check(objects);
+    const Py_ssize_t count = PySequence_Size(objects);
+    PyTypeObject *kind = NULL;
+    int64_t number;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        fetch_ahead(given, at);
+        PyObject *object = tuple ? PyTuple_GetItem(objects, at) : PyList_GetItem(objects, at);
+        if (!object || ask(asked, object, &kind, &number) < 0)
+            return -1;
+        memcpy(out + at * (Py_ssize_t)sizeof number, &number, sizeof number);
+    }
+    return 0;
+}
+
+/* An integer of each object, as bytes: see _objects.pyi. */
+static PyObject *numbers(PyObject *module, PyObject *arguments)
+{
+    PyObject *objects, *out = NULL;
+    question asked = {0};
+    hints given;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "OO(y*n):numbers", &objects, &asked.descriptor, &given.words, &given.each))
+        return NULL;
+    count_hints(&given);
+    const Py_ssize_t count = PyTuple_Check(objects) || PyList_Check(objects) ? PySequence_Size(objects) : -1;
+    if (count < 0)
+        PyErr_SetString(PyExc_TypeError, "a tuple or list is needed");
+    else
+        out = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
+    if (out && count > 0) {
+        PyObject *first = PyTuple_Check(objects) ? PyTuple_GetItem(objects, 0) : PyList_GetItem(objects, 0);
+        if (parse_question(&asked, first) < 0 || ask_all(objects, &asked, &given, PyBytes_AsString(out)) < 0)
+            Py_CLEAR(out);
+    }
+    Py_XDECREF(asked.owner);
+    PyBuffer_Release(&given.words);
+    return out;
+}
+
+/* Copies pieces of memory one behind the other: see _objects.pyi. */
+static PyObject *put_together(PyObject *module, PyObject *arguments)
+{
+    unsigned long long target;
+    Py_buffer sources, sizes;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "Ky*y*:put_together", &target, &sources, &sizes))
+        return NULL;
+    const uint64_t *from = sources.buf, *bytes = sizes.buf;
+    char *to = (char *)(uintptr_t)target;
+    const Py_ssize_t count = (sources.len < sizes.len ? sources.len : sizes.len) / (Py_ssize_t)sizeof *from;
+    for (Py_ssize_t at = 0; at < count; to += bytes[at], at++) {
+        if (at + AHEAD < count)
+            __builtin_prefetch((const void *)(uintptr_t)from[at + AHEAD]);
+        memcpy(to, (const void *)(uintptr_t)from[at], (size_t)bytes[at]);
+    }
+    PyBuffer_Release(&sources);
+    PyBuffer_Release(&sizes);
+    return Py_NewRef(Py_None);
+}
+
+/* The cyclic garbage collector looks at an object no more: see _objects.pyi. */
+static PyObject *untracked(PyObject *module, PyObject *object)
+{
+    (void)module;
+    if (PyObject_GC_IsTracked(object))
+        PyObject_GC_UnTrack(object);
+    return Py_NewRef(object);
+}
+
 static PyMethodDef methods[] = {
     {"look", look, METH_VARARGS, NULL},
-    {"entries", entries, METH_O, NULL},
+    {"entries", entries, METH_VARARGS, NULL},
     {"identities", identities, METH_O, NULL},
+    {"numbers", numbers, METH_VARARGS, NULL},
+    {"put_together", put_together, METH_VARARGS, NULL},
+    {"untracked", untracked, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,7 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ import torch
 
 from stepwell.errors import StateError, StepwellError
 from stepwell.native import Latch
+from stepwell.native._objects import numbers, put_together
 from stepwell.shardjob import ChunkCover
 from stepwell.state import ShardPlan, Snapshot
+from stepwell.state.hints import NO_HINTS
 from stepwell.state.whereabouts import HOST
 
 #: owners are numbers: of a guard, or of several that cover the same tensors; these are of bytes that no guard covers,
@@ -25,13 +27,16 @@ UNCOVERED, FIXED = -1, -2
 COVERED_BYTES_MIN = 4096
 #: what is not covered is put aside before save() returns if it is smaller, and all of it together is no more than that
 STASH_BYTES, STASH_BYTES_MAX = 1 << 20, 64 << 20
+#: tensors on a GPU that are copied together as numbers, not one by one
+TINY_BYTES = 64
 
 Owners = np.ndarray[Any, np.dtype[np.intp]]
+Some = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Place = tuple[int, int]  # (owner, GPU or HOST)
 Latches = dict[Place, Latch]
 #: sets of latches that are made before a save needs them; saves follow each other, few are under way at once
 _READY_MAX = 2
-_version: Any = attrgetter("_version")
+_VERSION: Any = torch._C.TensorBase._version
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +103,24 @@ class Cover:
     """
 
     def __init__(
-        self, layout: Layout, snapshot: Snapshot, leaves: Sequence[Leaves], owners: Sequence[tuple[Any, ...]]
+        self,
+        layout: Layout,
+        snapshot: Snapshot,
+        leaves: Sequence[Leaves],
+        owners: Sequence[tuple[Any, ...]],
+        at_hand: tuple[Leaves, Some] | None = None,
     ) -> None:
         """leaves: of each owner, those that it covers; their tensors must not change before they are copied, or before
-        their update is let through. owners: the guards that each of them stands for."""
+        their update is let through. owners: the guards that each of them stands for. at_hand: some leaves, maybe
+        one of these, with their tensors."""
         self.urgent, self.owners = layout.urgent, owners
         self.latches = layout.latches()
         self._layout, self._names = layout, snapshot.plan.structure.names
-        self._watched = {owner: _Watched(mine, snapshot.tensors) for owner, mine in enumerate(leaves)}
+        known, tensors = at_hand or (None, [])
+        self._watched = {
+            owner: _Watched(mine.numbers, tensors if mine is known else mine.of(snapshot.tensors))
+            for owner, mine in enumerate(leaves)
+        }
         self._error: StepwellError | None = None
 
     def chunks(self, shard: int) -> list[ChunkCover]:
@@ -161,7 +176,7 @@ class Leaves:
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
         few = len(numbers) < 2  # itemgetter gives no tuple then
-        self.of: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
+        self.of: Callable[[Sequence[torch.Tensor]], Some] = (
             (lambda tensors: [tensors[number] for number in numbers]) if few else itemgetter(*numbers)
         )
 
@@ -169,23 +184,24 @@ class Leaves:
 class _Watched:
     """Tensors that one owner covers, with their versions at the save."""
 
-    def __init__(self, leaves: Leaves, tensors: Sequence[torch.Tensor]) -> None:
-        self._leaves, self._tensors = leaves.numbers, leaves.of(tensors)
-        self._versions = _versions(self._tensors)
+    def __init__(self, leaves: Sequence[int], tensors: Some) -> None:
+        self._leaves, self._tensors, self._versions = leaves, tensors, _versions(tensors)
 
     def changed(self) -> int | None:
         """A leaf that is not what it was; None if there is none."""
         now = _versions(self._tensors)
         if now == self._versions:
             return None
-        return next(leaf for leaf, old, new in zip(self._leaves, self._versions, now, strict=True) if old != new)
+        then, later = (np.frombuffer(each, np.int64) for each in (self._versions, now))
+        return self._leaves[int(np.flatnonzero(then != later)[0])]
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _versions(tensors: Some) -> bytes:
     try:
-        return list(map(_version, tensors))
+        return numbers(tensors, _VERSION, NO_HINTS)
     except RuntimeError:  # inference tensors count none
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        counted = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return np.array(counted, np.int64).tobytes()
 
 
 def _changed(name: str) -> StateError:
@@ -209,40 +225,68 @@ class Stash:
         if int(sizes[wanted].sum()) > STASH_BYTES_MAX:
             wanted[:] = False
         self.leaves = np.flatnonzero(wanted)
-        there = places[self.leaves]
+        there, tiny = places[self.leaves], sizes[self.leaves] <= TINY_BYTES
         self._on_host = _Shelf(self.leaves[there == HOST], sizes)
-        self._on_gpu = []
+        self._on_gpu: list[tuple[_Shelf, Callable[[], list[torch.Tensor]]]] = []
         for gpu in np.unique(there[there != HOST]).tolist():
-            shelf = _Shelf(self.leaves[there == gpu], sizes)
-            mine = [snapshot.tensors[leaf] for leaf in shelf.leaves.tolist()]
-            self._on_gpu.append((shelf, [each.detach().reshape(-1).view(torch.uint8) for each in mine]))
+            for kind, copier in ((tiny, _numbers_of), (~tiny, _bytes_of)):
+                shelf = _Shelf(self.leaves[(there == gpu) & kind], sizes)
+                if shelf.total:
+                    self._on_gpu.append((shelf, copier(snapshot, shelf)))
 
     def put_aside(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot, with these leaves' bytes in memory of its own."""
         if not len(self.leaves):
             return snapshot
-        addresses, kept = snapshot.addresses.copy(), list(snapshot.tensors)
+        addresses, kept = snapshot.addresses.copy(), snapshot.storages
         shelf = self._on_host
         if shelf.total:
             memory = torch.empty(shelf.total, dtype=torch.uint8)
-            targets = shelf.offsets + memory.data_ptr()
-            sources = addresses[shelf.leaves].tolist()
-            for target, source, size in zip(targets.tolist(), sources, shelf.sizes, strict=True):
-                ctypes.memmove(target, source, size)
-            addresses[shelf.leaves] = targets
-            kept.append(memory)
-        for shelf, flat in self._on_gpu:
-            memory = torch.cat(flat)
+            put_together(memory.data_ptr(), addresses[shelf.leaves], shelf.sizes)
             addresses[shelf.leaves] = shelf.offsets + memory.data_ptr()
             kept.append(memory)
-        return Snapshot(snapshot.plan, snapshot.tree, addresses, kept, snapshot.storages, snapshot.live)
+        for shelf, copied in self._on_gpu:
+            made = copied()
+            addresses[shelf.leaves] = shelf.offsets + made[0].data_ptr()
+            kept += made
+        return Snapshot(snapshot.plan, snapshot.tree, addresses, snapshot.tensors, kept, snapshot.live)
 
 
 class _Shelf:
     """Where in one piece of memory each of some leaves lies, one behind the other."""
 
     def __init__(self, leaves: Owners, sizes: Owners) -> None:
-        self.leaves, mine = leaves, sizes[leaves]
-        self.sizes: list[int] = mine.tolist()
-        self.offsets = np.cumsum(mine) - mine
-        self.total = int(mine.sum())
+        self.leaves, self.sizes = leaves, sizes[leaves].astype(np.uint64)
+        self.offsets = np.cumsum(self.sizes) - self.sizes
+        self.total = int(self.sizes.sum())
+
+
+def _bytes_of(snapshot: Snapshot, shelf: _Shelf) -> Callable[[], list[torch.Tensor]]:
+    """What copies the leaves of a GPU behind each other; gives the copy, and what it needs until it is made."""
+    mine = [snapshot.tensors[leaf] for leaf in shelf.leaves.tolist()]
+    flat = [each.detach().reshape(-1).view(torch.uint8) for each in mine]
+    return lambda: [torch.cat(flat)]
+
+
+def _numbers_of(snapshot: Snapshot, shelf: _Shelf) -> Callable[[], list[torch.Tensor]]:
+    """The same for tiny ones. An optimizer keeps a number for each parameter, and `cat` looks at one after the other.
+    So they are taken at once from a view of all memory between the first and the last; nothing else there is read."""
+    places, sizes = snapshot.addresses[shelf.leaves].astype(np.int64), shelf.sizes.astype(np.int64)
+    first = int(places.min())
+    sample = snapshot.tensors[int(shelf.leaves[0])]
+    between = _memory_at(first, int((places + sizes).max()) - first, sample)
+    inside = np.repeat(places - first - shelf.offsets.astype(np.int64), sizes) + np.arange(shelf.total)
+    wanted = torch.from_numpy(inside).to(sample.device)
+    return lambda: [torch.take(between, wanted), wanted]
+
+
+def _memory_at(address: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory of the device that a tensor is on, as it is; owns nothing of it."""
+    if not like.is_cuda:
+        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_OnGpu(address, size), device=like.device)
+
+
+class _OnGpu:
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}

@@ -222,8 +222,9 @@ class Guards:
         known = self._look_up(snapshot, state, guards)
         if not known.layout.counts:
             return snapshot, None
-        snapshot.hold(known.held.of(snapshot.tensors))
-        cover = Cover(known.layout, snapshot, known.leaves, known.owners)
+        held = known.held.of(snapshot.tensors)
+        snapshot.hold(held)
+        cover = Cover(known.layout, snapshot, known.leaves, known.owners, (known.held, held))
         return known.stash.put_aside(snapshot), cover
 
     def _look_up(self, snapshot: Snapshot, state: Mapping[Any, Any], guards: list[Guard]) -> _Known:
@@ -258,6 +259,8 @@ class Guards:
         matters[stash.leaves] = places[stash.leaves] != HOST
         matters[plan.clones] = False
         where = np.flatnonzero(matters).astype(np.uint64)
+        leaves = [Leaves(np.flatnonzero(owners == owner).tolist()) for owner in range(len(sets))]
+        held = np.flatnonzero(left != FIXED).tolist()
         return _Known(
             guards=guards,
             signatures=signatures,
@@ -266,8 +269,8 @@ class Guards:
             where=where,
             addresses=snapshot.addresses[where],
             owners=[tuple(guards[number] for number in numbers) for numbers in sets],
-            leaves=[Leaves(np.flatnonzero(owners == owner).tolist()) for owner in range(len(sets))],
-            held=Leaves(np.flatnonzero(left != FIXED).tolist()),
+            leaves=leaves,
+            held=next((each for each in leaves if each.numbers == held), None) or Leaves(held),
             stash=stash,
             layout=Layout.of(plan.shards, left, places, self._chunk_bytes),
         )

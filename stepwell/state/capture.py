@@ -19,7 +19,7 @@ from stepwell.state.cache import PlanCache
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
 from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, ShardPlan
-from stepwell.state.recall import Changed, Looks, Recalling, remember
+from stepwell.state.recall import Changed, Recalling, remember
 from stepwell.state.skeleton import part_names
 from stepwell.state.source import ShardSource, clone
 from stepwell.state.structure import Span, Structure
@@ -115,10 +115,9 @@ def capture(
 
 def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, header_split_bytes: int) -> Snapshot:
     parts = part_names(state)
-    looks: Looks = {}
     for memory in reversed(plans.memories):
         if memory.plan.structure.is_of(rank, world, header_split_bytes, parts):
-            found = _recalled(state, Recalling(memory, state, looks), plans)
+            found = _recalled(state, Recalling(memory, state), plans)
             if found is not None:
                 return found
     encoder, tree, spans = _walk(state, careful=False)
@@ -133,7 +132,7 @@ def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, 
     aliases = find_aliases(encoder.tensors, addresses, structure.extents, structure.places)
     plan = plans.plan(structure, aliases)
     if structure is not made and not encoder.careful and plans.wants_memory:  # the state stays as it is, it seems
-        kept = remember(encoder, plan, answers.pointers, addresses)
+        kept = remember(encoder, plan, addresses)
         if kept is not None:
             plans.keep(kept)
     graphs = [leaf for leaf, grad in enumerate(made.grads) if grad and made.classes[leaf] is torch.Tensor]
@@ -147,15 +146,15 @@ def _recalled(state: Mapping[Any, Any], recall: Recalling, plans: PlanCache) -> 
         encoder, tree, spans = _walk(state, careful=False, recall=recall)
     except Changed:
         return None
-    if not memory.knows(encoder, spans):
-        return None
     tensors = encoder.tensors
-    pointers = list(map(_Tensor.data_ptr, tensors))
+    addresses = memory.addresses_of(tensors)  # first: it has the tensors fetched for all that is asked of them later
+    if addresses is None or not memory.knows(encoder, spans):
+        return None
     now = memory
-    if pointers != memory.pointers:
-        structure, addresses = memory.plan.structure, _addresses(pointers)
+    if addresses is not memory.addresses:
+        structure = memory.plan.structure
         aliases = find_aliases(tensors, addresses, structure.extents, structure.places, memory.alone)
-        now = replace(memory, plan=plans.plan(structure, aliases), pointers=pointers, addresses=addresses)
+        now = replace(memory, plan=plans.plan(structure, aliases), addresses=addresses)
     plans.recalled(memory, now)
     made = encoder.made  # few: the walk makes none of the tensors that it recalls
     live = frozenset(span.part for span in spans if not any(span.first <= leaf < span.stop for leaf in made))
@@ -196,7 +195,8 @@ def _walk(
     spans: list[Span] = []
     for part, (key, value) in zip(part_names(state), state.items(), strict=True):
         first = len(encoder.tensors)
-        tree += encoder.encode_key(key, part), encoder.encode(value, part)
+        node = None if recall is None else recall.node_of_part(encoder, key, value, part)
+        tree += (key, node) if node is not None else (encoder.encode_key(key, part), encoder.encode(value, part))
         spans.append(Span(part, first, len(encoder.tensors)))
     return encoder, tree, spans
 

@@ -7,8 +7,9 @@ between is left out, found by walking the modules (a user's own child may be cal
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,8 @@ _WRAPPERS = {
 }
 HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
 METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state")
+#: of a class, the methods by which its modules save and load
+methods_of: Callable[[type], tuple[Any, ...]] = attrgetter(*METHODS, "_load_from_state_dict")
 _LOADERS = (torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
 
@@ -102,9 +105,9 @@ def is_custom(module: torch.nn.Module) -> bool:
 
 def has_own_methods(cls: type[torch.nn.Module]) -> bool:
     """The class saves or loads its modules in its own way."""
-    if any(getattr(cls, name) is not getattr(torch.nn.Module, name) for name in METHODS):
-        return True
-    return cls._load_from_state_dict not in _LOADERS
+    *methods, loader = methods_of(cls)
+    *usual, _ = methods_of(torch.nn.Module)
+    return not all(map(is_, methods, usual)) or loader not in _LOADERS
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:

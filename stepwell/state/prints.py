@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stepwell.native._objects import entries, identities, look
-from stepwell.state.modules import HOOKS, METHODS, has_own_methods, wrapped_child
+from stepwell.state.hints import NO_HINTS, Hints, of_modules
+from stepwell.state.modules import HOOKS, METHODS, has_own_methods, methods_of, wrapped_child
 
 #: a module inside modules; deeper ones, and those inside themselves, are walked over each time
 _LEVELS_MAX = 100
@@ -31,16 +32,44 @@ _values: Any = methodcaller("values")
 _KeysView: Any = type({}.keys())
 
 
+class Traced(NamedTuple):
+    """A module as `look` sees it."""
+
+    trace: list[Any]
+    classes: set[type]
+    ways: list[Any]  # the methods by which these save and load; asked each time: classes change, too
+    parameters: bytes  # identities
+
+
 def look_at_module(root: torch.nn.Module) -> tuple[Any, list[Any]] | None:
     """A fingerprint, equal to others while nothing that a walk depends on has changed, and the parameters and buffers,
     all of them, as `study_module` lists them; None if it is a kind of its own."""
-    found = look(root, _LEVELS_MAX, "_modules", _HELD, _NOTED, METHODS)
+    found = look(root, _LEVELS_MAX, "_modules", _HELD, _NOTED, METHODS, NO_HINTS, None)
     if found is None:
         return study_module(root)
     trace, classes, (parameters, buffers) = found
-    trace.append(set(filter(has_own_methods, classes)))  # asked each time: classes change, too
-    trace.append(identities(parameters))
-    return trace, parameters + buffers
+    return Traced(trace, classes, _ways_of(classes), identities(parameters)), parameters + buffers
+
+
+def look_again(root: torch.nn.Module, seen: Any, hints: Hints) -> list[Any] | None:
+    """The parameters and buffers of a module whose fingerprint is the one that was seen; None if it is another one."""
+    if type(seen) is not Traced:
+        look_now = look_at_module(root)
+        return look_now[1] if look_now is not None and look_now[0] == seen else None
+    found = look(root, _LEVELS_MAX, "_modules", _HELD, _NOTED, METHODS, hints, seen.trace)
+    if found is None or not all(map(is_, _ways_of(seen.classes), seen.ways)):
+        return None
+    parameters, buffers = found[2]
+    return parameters + buffers if identities(parameters) == seen.parameters else None
+
+
+def _ways_of(classes: Iterable[type]) -> list[Any]:
+    return list(_chained(map(methods_of, classes)))
+
+
+def hints_of_module(root: torch.nn.Module) -> Hints:
+    """For the next looks at it."""
+    return of_modules(root, ("_modules", *_HELD), _NOTED, _LEVELS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +183,7 @@ def _chained(many: Iterable[Iterable[Any]]) -> Iterable[Any]:
     return chain.from_iterable(many)
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerPrint:
+class OptimizerPrint(NamedTuple):
     """An optimizer that saves in the usual way, whose state is a dict of tensors for each parameter."""
 
     cls: type
@@ -165,17 +193,21 @@ class OptimizerPrint:
     states: list[Any]  # the trace of the state
 
 
-def look_at_optimizer(optimizer: Any) -> tuple[OptimizerPrint, list[Any]] | None:
-    """Its fingerprint, and the values of its state; None if it is a kind of its own."""
+def look_at_optimizer(
+    optimizer: Any, seen: OptimizerPrint | None = None, hints: Hints = NO_HINTS
+) -> tuple[OptimizerPrint, list[Any]] | None:
+    """Its fingerprint, and the values of its state; None if it is a kind of its own, or its fingerprint is not the one
+    that was seen."""
     cls, own = type(optimizer), vars(optimizer)
     if getattr(cls, "state_dict", None) is not torch.optim.Optimizer.state_dict or "state_dict" in own:
         return None
     if any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS):
         return None
-    found = entries(optimizer.state)
+    found = entries(optimizer.state, hints, None if seen is None else seen.states)
     if found is None:
         return None
     states, keys, values = found
     groups = [group["params"] for group in optimizer.param_groups]
     parameters = identities(list(_chained(groups)))
-    return OptimizerPrint(cls, list(map(len, groups)), parameters, identities(keys), states), values
+    now = OptimizerPrint(cls, list(map(len, groups)), parameters, identities(keys), states)
+    return None if seen is not None and now != seen else (now, values)

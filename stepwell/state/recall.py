@@ -15,22 +15,33 @@ from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import Parameter
 
+from stepwell.native._objects import numbers
 from stepwell.state import whereabouts
 from stepwell.state.alias import Array
 from stepwell.state.encode import Encoder, Provided, join
+from stepwell.state.hints import NO_HINTS, Hints, of_entries, of_tensors
 from stepwell.state.optim import modules_in
 from stepwell.state.plan import Plan
-from stepwell.state.prints import OptimizerPrint, look_at_module, look_at_optimizer, study_module
+from stepwell.state.prints import (
+    OptimizerPrint,
+    hints_of_module,
+    look_again,
+    look_at_module,
+    look_at_optimizer,
+    study_module,
+)
+from stepwell.state.providers import provider_for
 from stepwell.state.structure import Span
 from stepwell.state.values import encode_value
 from stepwell.state.whereabouts import places_of
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
+_POINTER: Any = torch._C.TensorBase.data_ptr
 _Look = tuple[Any, list[Any]]
-Looks = dict[int, _Look | None]  # id of a module -> what a look at it has found
 
 
 class Changed(Exception):
@@ -41,16 +52,18 @@ class Changed(Exception):
 class _Module:
     """A module that the last walk met: its leaves are `places` of what `look_at_module` lists."""
 
+    kind: type
     first: int
     node: list[Any]
     seen: Any
     places: list[int]
+    hints: Hints
 
     def recall(self, recall: Recalling, encoder: Encoder, value: torch.nn.Module, name: str) -> list[Any]:
-        look = recall.look(value)
-        if look is None or not recall.same(look[0], self.seen):
+        tensors = recall.look_again(value, self.seen, self.hints)
+        if tensors is None:
             raise Changed
-        _add(encoder, _picked(look[1], self.places))
+        _add(encoder, _picked(tensors, self.places))
         return self.node
 
 
@@ -58,15 +71,17 @@ class _Module:
 class _Optimizer:
     """An optimizer that the last walk met: the leaves of its state come first, then those of its settings."""
 
+    kind: type
     first: int
     node: list[Any]
     seen: OptimizerPrint
     params: list[Any]  # of each group, the node of its parameters
     settings: list[_Settings | None]  # of each group, if they are plain values
+    hints: Hints
 
     def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> list[Any]:
-        look = look_at_optimizer(value)
-        if look is None or look[0] != self.seen or not recall.same_names:
+        look = look_at_optimizer(value, self.seen, self.hints)
+        if look is None or not recall.same_names:
             raise Changed
         _add(encoder, look[1])
         groups: list[Any] = ["l"]
@@ -162,11 +177,19 @@ def _has_names(encoder: Encoder, names: list[str]) -> bool:
 class Recalling:
     """One walk with a memory; the encoder's `recall`. Raises Changed once the memory does not fit."""
 
-    def __init__(self, memory: Memory, state: Mapping[Any, Any], looks: Looks) -> None:
-        """looks: of one capture, for all memories that are tried."""
-        self.memory, self._state, self._looks = memory, state, looks
-        self._same: set[tuple[int, int]] = set()
+    def __init__(self, memory: Memory, state: Mapping[Any, Any]) -> None:
+        self.memory, self._state = memory, state
+        self._again: dict[tuple[int, int], list[Any] | None] = {}
         self._same_names: bool | None = None
+
+    def node_of_part(self, encoder: Encoder, key: Any, value: Any, name: str) -> list[Any] | None:
+        """The node of a part that is a module or optimizer, as all of most states are, without what the walk asks of
+        other values. None if it must be walked over. The key is its own node then."""
+        known = self.memory.objects.get(name)
+        if not isinstance(known, _Module | _Optimizer) or type(value) is not known.kind:
+            return None
+        provider = provider_for(known.kind) if type(key) is str and key == name and key.isascii() else None
+        return None if provider is None else self.node_of(encoder, value, name, provider.name)
 
     def node_of(self, encoder: Encoder, value: Any, name: str, provider: str) -> list[Any] | None:
         known = self.memory.objects.get(name)
@@ -186,28 +209,21 @@ class Recalling:
             raise Changed
         return known.recall(self, encoder, value, name)
 
-    def look(self, module: torch.nn.Module) -> _Look | None:
-        """`look_at_module`, once a capture."""
-        if id(module) not in self._looks:
-            self._looks[id(module)] = look_at_module(module)
-        return self._looks[id(module)]
-
-    def same(self, now: Any, seen: Any) -> bool:
-        """Whether a module has the fingerprint that it had."""
-        key = id(now), id(seen)
-        if key not in self._same and now == seen:
-            self._same.add(key)
-        return key in self._same
+    def look_again(self, module: torch.nn.Module, seen: Any, hints: Hints = NO_HINTS) -> list[Any] | None:
+        """As the function, once for each module and fingerprint of it."""
+        key = id(module), id(seen)
+        if key not in self._again:
+            self._again[key] = look_again(module, seen, hints)
+        return self._again[key]
 
     @property
     def same_names(self) -> bool:
         """Whether the modules of the state give all parameters the names that they had."""
         if self._same_names is None:
-            modules, seen = modules_in(self._state), self.memory.modules
-            looks = [(key, self.look(module)) for key, module in modules]
-            self._same_names = len(looks) == len(seen) and all(
-                key == old and look is not None and self.same(look[0], was)
-                for (key, look), (old, was) in zip(looks, seen, strict=True)
+            modules, known = modules_in(self._state), self.memory.modules
+            self._same_names = len(modules) == len(known) and all(
+                key == old and self.look_again(module, seen) is not None
+                for (key, module), (old, seen) in zip(modules, known, strict=True)
             )
         return self._same_names
 
@@ -239,12 +255,17 @@ class Watch:
         """Whether these are the same, one by one, and the same object wherever two were."""
         if len(tensors) != len(self._places) + len(self._repeats):
             return False
-        with torch.enable_grad():  # without it, requires_grad counts for nothing
-            if not self._repeats:
-                return bool(self._check(*tensors))
-            return all(tensors[at] is tensors[of] for at, of in self._repeats) and bool(
-                self._check(*_picked(tensors, self._places))
-            )
+        if not torch.is_grad_enabled():  # requires_grad would count for nothing
+            with torch.enable_grad():
+                return self._are_same(tensors)
+        return self._are_same(tensors)
+
+    def _are_same(self, tensors: list[torch.Tensor]) -> bool:
+        if not self._repeats:
+            return bool(self._check(*tensors))
+        return all(tensors[at] is tensors[of] for at, of in self._repeats) and bool(
+            self._check(*_picked(tensors, self._places))
+        )
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -265,8 +286,18 @@ class Memory:
     watch: Watch
     alone: frozenset[int]  # leaves that a walk gives as new objects
     graphs: list[int]  # leaves that keep a graph alive unless they are detached
-    pointers: list[int]
-    addresses: Array  # the same, and every snapshot's: not to be changed
+    addresses: Array  # every snapshot's: not to be changed
+    hints: Hints  # for the tensors
+
+    def addresses_of(self, tensors: list[torch.Tensor]) -> Array | None:
+        """Where they are; `addresses` itself while nothing has moved. None if they are not all tensors with memory."""
+        try:
+            found = numbers(tensors, _POINTER, self.hints)
+        except Exception:  # they have no pointer, are no tensors, or whatever a class of its own raises
+            return None
+        if found == self.addresses.tobytes():
+            return self.addresses
+        return np.frombuffer(found, np.uint64)  # nobody can change it
 
     def knows(self, encoder: Encoder, spans: Sequence[Span]) -> bool:
         """Whether the walk has met all that the plan is about, and nothing else."""
@@ -288,12 +319,12 @@ class Memory:
         return places_of(tensors, list(map(attrgetter("is_cpu"), tensors))) == structure.places
 
 
-def remember(encoder: Encoder, plan: Plan, pointers: list[int], addresses: Array) -> Memory | None:
+def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
     """The memory of a walk; None if nothing of it could be recognised.
 
     encoder: as the walk left it, with the tensors that it found.
     """
-    looks: Looks = {}
+    looks: dict[int, _Look | None] = {}
     modules: list[tuple[str, Any]] = []
     for key, module in modules_in(encoder.state):
         look = looks[id(module)] = look_at_module(module)
@@ -320,10 +351,10 @@ def remember(encoder: Encoder, plan: Plan, pointers: list[int], addresses: Array
         watch=Watch(live),
         alone=frozenset(alone),
         graphs=[leaf for leaf, tensor in enumerate(live) if tensor.requires_grad and type(tensor) is torch.Tensor],
-        pointers=pointers,
         addresses=addresses,
+        hints=of_tensors(live),
     )
-    recalling = Recalling(memory, encoder.state, looks)
+    recalling = Recalling(memory, encoder.state)
     right = all(_is_right(known, name, recalling, encoder, live) for name, known in objects.items())
     return memory if right and _PLAIN.issuperset(map(type, live)) else None
 
@@ -335,7 +366,9 @@ def _many(each: Provided) -> _Many | None:
     return _Many(each.first, len(each.value), each.node, keys)
 
 
-def _module(each: Provided, names: list[str], looks: Looks, live: list[torch.Tensor]) -> _Module | None:
+def _module(
+    each: Provided, names: list[str], looks: dict[int, _Look | None], live: list[torch.Tensor]
+) -> _Module | None:
     if each.node[1] != "module":
         return None
     look, studied = looks.get(id(each.value)) or look_at_module(each.value), study_module(each.value)
@@ -346,7 +379,7 @@ def _module(each: Provided, names: list[str], looks: Looks, live: list[torch.Ten
         return None
     places = [place for _, place in order]
     live[each.first : each.stop] = _picked(look[1], places)
-    return _Module(each.first, each.node, look[0], places)
+    return _Module(type(each.value), each.first, each.node, look[0], places, hints_of_module(each.value))
 
 
 def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
@@ -360,7 +393,7 @@ def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
         return None
     params = [node["params"] if type(node) is dict else node[-1] for node in tree["param_groups"][1:]]
     settings = [_Settings.of(*pair) for pair in zip(each.value.param_groups, tree["param_groups"][1:], strict=True)]
-    return _Optimizer(each.first, each.node, seen, params, settings)
+    return _Optimizer(type(each.value), each.first, each.node, seen, params, settings, of_entries(each.value.state))
 
 
 def _is_right(

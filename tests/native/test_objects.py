@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 
-from stepwell.native._objects import entries, identities, look
+from stepwell.native._objects import entries, identities, look, numbers, put_together, untracked
+from stepwell.policies.s3fifo import S3FIFO
+from stepwell.tiers.base import Chunk
+
+NO_HINTS = b"", 1
 
 
 class Thing:
@@ -22,8 +29,8 @@ class Other(Thing):
     pass
 
 
-def asked(root: object, levels_max: int = 5) -> Any:
-    return look(root, levels_max, "inner", ("held",), ("noted",), ("own",))
+def asked(root: object, levels_max: int = 5, known: list[Any] | None = None) -> Any:
+    return look(root, levels_max, "inner", ("held",), ("noted",), ("own",), NO_HINTS, known)
 
 
 def _tree() -> Thing:
@@ -58,8 +65,10 @@ def test_the_trace_tells_changes(change: Any) -> None:
     root = _tree()
     before = asked(root)[0]
     assert asked(root)[0] == before
+    trace, kinds, lists = asked(root, known=before)
+    assert trace is before and not kinds and lists == asked(root)[2]
     change(root)
-    assert asked(root)[0] != before
+    assert asked(root)[0] != before and asked(root, known=before) is None
 
 
 @pytest.mark.parametrize(
@@ -92,10 +101,10 @@ def test_attributes_of_other_kinds_are_told(name: str, value: Any) -> None:
 
 def test_entries_of_dicts_in_a_dict() -> None:
     outer: Any = defaultdict(dict, {"k": {"a": 1, "b": None}, "l": {}})
-    assert entries(outer) == ([2, "a", "b", None, 0], ["k", "l"], [1, None])
+    assert entries(outer, NO_HINTS, None) == ([2, "a", "b", None, 0], ["k", "l"], [1, None])
     for odd in ({"k": 3}, {"k": OrderedDict(a=1)}, {"k": {1: 2}}):
-        assert entries(odd) is None
-    assert entries([]) is None  # type: ignore[arg-type]
+        assert entries(odd, NO_HINTS, None) is None
+    assert entries([], NO_HINTS, None) is None  # type: ignore[arg-type]
 
 
 def test_identities_are_equal_for_the_same_objects_in_the_same_order() -> None:
@@ -111,6 +120,73 @@ def test_identities_are_equal_for_the_same_objects_in_the_same_order() -> None:
         identities((1,))  # type: ignore[arg-type]
 
 
+def test_entries_are_compared_with_a_known_trace() -> None:
+    outer: Any = {"k": {"a": 1, "b": None}, "l": {"c": 2}}
+    known: Any = entries(outer, NO_HINTS, None)
+    assert entries(outer, NO_HINTS, known[0]) == known
+    for other in (
+        {"k": {"a": 1, "b": None}},
+        {**outer, "m": {}},
+        {**outer, "l": {"d": 2}},
+        {**outer, "l": {"c": None}},
+    ):
+        assert entries(other, NO_HINTS, known[0]) is None
+    with pytest.raises(TypeError, match="a trace"):
+        entries(outer, NO_HINTS, ())  # type: ignore[arg-type]
+
+
+def test_numbers_of_attributes_and_methods() -> None:
+    values = [3, -5, 2**40, True]
+    assert _signed(numbers(values, int.real, NO_HINTS)) == values
+    assert _signed(numbers(tuple(values), int.bit_length, NO_HINTS)) == [each.bit_length() for each in values]
+    assert _signed(numbers([1.0, 2.5], float.__int__, NO_HINTS)) == [1, 2]
+    assert numbers([], int.real, NO_HINTS) == b""
+    assert numbers([2**64 + 7], int.real, NO_HINTS) == (7).to_bytes(8, sys.byteorder)
+
+
+def _signed(words: bytes) -> list[int]:
+    return list(np.frombuffer(words, np.int64).tolist())
+
+
+@pytest.mark.parametrize(
+    ("objects", "question"),
+    [([1, 2.5], int.real), ([1.5], float.real), ({1}, int.real), ([1], int), ([1], 3), ([OrderedDict()], dict.keys)],
+    ids=["another class", "no integer", "no list", "no descriptor", "no question", "no number"],
+)
+def test_numbers_of_what_has_none(objects: Any, question: Any) -> None:
+    with pytest.raises(TypeError):
+        numbers(objects, question, NO_HINTS)
+
+
+class Refusing:
+    __slots__ = ("number",)
+
+
+def test_what_asking_raises_comes_through() -> None:
+    with pytest.raises(AttributeError):
+        numbers([Refusing()], Refusing.number, NO_HINTS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("each", [-1, 0, 1, 3, 1000])
+def test_hints_may_say_anything(each: int) -> None:
+    words = np.arange(0, 2**63, 2**63 // 91, dtype=np.uint64).tobytes()
+    root, outer = _tree(), {str(number): {"a": number} for number in range(40)}
+    found: Any = look(root, 5, "inner", ("held",), ("noted",), ("own",), (words, each), None)
+    assert found == asked(root)
+    assert entries(outer, (words, each), None) == entries(outer, NO_HINTS, None)
+    assert _signed(numbers([*range(40)], int.real, (words, each))) == [*range(40)]
+
+
+def test_pieces_are_put_together() -> None:
+    data = np.arange(200, dtype=np.uint8)
+    starts, sizes = [150, 3, 60, 0], [7, 0, 30, 1]
+    sources = np.array(starts, np.uint64) + np.uint64(data.ctypes.data)
+    out = np.zeros(39, np.uint8)
+    put_together(out.ctypes.data, sources, np.array(sizes, np.uint64))
+    pieces = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    assert out.tolist() == [*np.concatenate(pieces).tolist(), 0]
+
+
 def test_what_is_noted_in_another_form_is_left_to_python() -> None:
     """Its size and its items may be code that changes what is looked at."""
 
@@ -121,3 +197,25 @@ def test_what_is_noted_in_another_form_is_left_to_python() -> None:
     root = _tree()
     root.inner["b"].noted = Odd()
     assert asked(root) is None
+
+
+def test_the_garbage_collector_looks_at_an_untracked_object_no_more() -> None:
+    class Plain:
+        def __init__(self, value: list[str]) -> None:
+            self.value = value
+
+    made = Plain(["kept"])
+    assert gc.is_tracked(made) and untracked(made) is made and not gc.is_tracked(made)
+    assert untracked(made) is made and untracked(5) == 5  # again; what never was
+    gone = weakref.ref(made)
+    gc.collect()
+    assert made.value == ["kept"] and gone() is made
+    del made
+    assert gone() is None
+
+
+def test_what_an_arena_keeps_by_the_thousand_is_not_tracked() -> None:
+    policy = S3FIFO()
+    chunk = untracked(Chunk(("a", 1), "a", 1, 4096))
+    policy.entered(chunk)
+    assert not any(map(gc.is_tracked, [chunk, *policy._entries.values()]))

@@ -374,6 +374,26 @@ def test_objects_that_are_new_each_time_are_not_remembered_for_ever(monkeypatch:
     assert len(made) == UNUSED_MAX and plans.memories == () and keep
 
 
+ODD_ONES: dict[str, Callable[[], Any]] = {
+    "without data yet": lambda: torch.nn.LazyLinear(4).weight,
+    "sparse": lambda: torch.nn.Parameter(torch.eye(3).to_sparse()),
+    "meta": lambda: torch.nn.Parameter(torch.empty(3, 3, device="meta")),
+}
+
+
+@pytest.mark.parametrize("what", ODD_ONES)
+def test_what_cannot_say_where_it_is_is_told_as_without_a_memory(what: str) -> None:
+    plans, state = PlanCache(), make_state(1)
+    for _ in range(3):
+        capture(state, plans=plans)
+    state["model"].get_submodule("0")._parameters["weight"] = ODD_ONES[what]()
+    with pytest.raises((StateError, ValueError)) as fresh:
+        capture(state)
+    with pytest.raises(fresh.type) as recalled:
+        capture(state, plans=plans)
+    assert str(recalled.value) == str(fresh.value)
+
+
 def test_tensors_that_come_to_a_gpu_are_seen() -> None:
     plans, state = PlanCache(), make_state(1)
     with standing() as gpus:

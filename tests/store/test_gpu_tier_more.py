@@ -16,8 +16,8 @@ from stepwell.mover import Mover
 from stepwell.packing import PackedShard
 from stepwell.reader import open_checkpoint
 from stepwell.reading import Reading
-from stepwell.unpacking import unpack
-from tests.fakecuda import FakeCuda
+from stepwell.unpacking import Unpacking, begin
+from tests.fakecuda import ENGINE, FakeCuda
 from tests.store.gpubench import Bench, benches, opened
 from tests.store.helpers import eventually
 
@@ -63,27 +63,34 @@ def test_a_copy_that_cannot_be_begun_leaves_no_slot(
         store.save(3, state).wait("gpu")
 
 
+@pytest.mark.parametrize("trouble", ["with the other shard", "afterwards"])
 def test_the_usual_way_begins_once_nothing_of_a_rollback_goes_on(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """One shard cannot be copied: what is still being copied of the other one must not land in what was restored."""
-    seen, slow = list[str](), asyncio.Event()
+    """What is still being copied must not land in what was restored."""
+    seen, driver = list[str](), bench.driver
 
-    async def torn(mover: Mover, reading: Reading, lengths: Mapping[int, int]) -> int | None:
+    def torn(mover: Mover, reading: Reading, lengths: Mapping[int, int], keep: object = None) -> Unpacking | None:
         seen.append("begun")
-        if len(seen) == 1:
-            raise TierError("the copy failed", todo="Nothing")
-        asyncio.get_running_loop().call_later(0.1, slow.set)
-        await slow.wait()
-        done = await unpack(mover, reading, lengths)
-        seen.append("ended")
-        return done
+        if len(seen) == 2 and trouble == "with the other shard":
+            raise TierError("the engine is closed", todo="Nothing")
+        driver.hold(ENGINE)
+        found = begin(mover, reading, lengths, keep)
+        assert found is not None
+        found.copying.add_done_callback(lambda done: seen.append("ended"))
+        asyncio.get_running_loop().call_later(0.1, driver.go)
+        return found
+
+    async def failing(*arguments: Any) -> Any:
+        raise TierError("no tier has its manifest", todo="Nothing")
 
     async def noted(*arguments: Any, **more: Any) -> Any:
         seen.append("usual")
         return await open_checkpoint(*arguments, **more)
 
-    monkeypatch.setattr(rollback, "unpack", torn)
+    monkeypatch.setattr(rollback, "begin", torn)
+    if trouble == "afterwards":
+        monkeypatch.setattr(rollback, "describe", failing)
     monkeypatch.setattr(restoring, "open_checkpoint", noted)
     with opened(tmp_path) as store:
         state = _state(bench)
@@ -93,5 +100,9 @@ def test_the_usual_way_begins_once_nothing_of_a_rollback_goes_on(
         for entry in state.values():
             entry.weight.data += 1
         assert store.restore(state, step=3) is not None
-        assert seen == ["begun", "begun", "ended", "usual"]
+        ended = ["ended"] if trouble == "with the other shard" else ["ended", "ended"]
+        assert seen == ["begun", "begun", *ended, "usual"]
         assert all(torch.equal(entry.weight, then[part]) for part, entry in state.items())
+        tier = store.mover.gpu
+        assert tier is not None
+        eventually(lambda: tier.arena.in_use == 0)

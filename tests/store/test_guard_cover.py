@@ -13,6 +13,7 @@ from stepwell.cover import FIXED, STASH_BYTES, STASH_BYTES_MAX, UNCOVERED, Cover
 from stepwell.native import Latch
 from stepwell.state import Snapshot, capture
 from stepwell.state.whereabouts import HOST
+from tests.state.standing import standing
 
 CHUNK = 4096
 sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
@@ -68,6 +69,35 @@ def test_what_is_put_aside_does_not_change_any_more(lengths: list[int], data: st
         assert _bytes(aside, leaf) == (before[leaf] if leaf in stash.leaves else changed)
 
 
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12), data=st.data())
+@settings(max_examples=60)
+def test_what_is_put_aside_on_gpus_is_theirs(lengths: list[int], data: st.DataObject) -> None:
+    with standing() as gpus:
+        tensors = [torch.arange(number, number + n, dtype=torch.uint8) for number, n in enumerate(lengths)]
+        for tensor in tensors:
+            gpus.put(tensor, data.draw(st.integers(0, 1)))
+        snapshot = capture({"model": {f"w{number}": tensor for number, tensor in enumerate(tensors)}})
+        stash = Stash(snapshot, np.full(len(lengths), UNCOVERED, np.intp), snapshot.plan.structure.gpus)
+        for _ in range(2):
+            before = [_bytes(snapshot, leaf) for leaf in range(len(lengths))]
+            aside = stash.put_aside(snapshot)
+            for tensor in tensors:
+                tensor.add_(1)
+            assert [_bytes(aside, leaf) for leaf in range(len(lengths))] == before
+            assert not set(aside.addresses.tolist()) & set(snapshot.addresses.tolist())
+
+
+def test_what_is_put_aside_lives_until_it_is_let_go() -> None:
+    snapshot = _captured([10, 5000])
+    stash = Stash(snapshot, np.array([UNCOVERED, 0], np.intp), snapshot.plan.structure.gpus)
+    snapshot.hold([snapshot.tensors[1]])
+    aside = stash.put_aside(snapshot)
+    [_, memory] = aside.storages
+    assert memory.data_ptr() == int(aside.addresses[0])
+    aside.let_go()
+    assert aside.storages == aside.tensors == []
+
+
 def test_latches_that_were_made_before_are_those_of_one_save_each() -> None:
     snapshot = _captured([5000, 5000])
     owners = np.array([0, 1], np.intp)
@@ -97,6 +127,33 @@ def test_a_change_of_any_covered_tensor_is_told_by_name() -> None:
         error = cover.copied()
         assert (error is not None) == told
         assert error is None or error.where["key"] == f"model.w{leaf}"
+
+
+def test_tensors_at_hand_are_watched_as_others_are() -> None:
+    snapshot, mine = _captured([5000] * 3), Leaves([0, 2])
+    layout = Layout.of(
+        snapshot.plan.shards, np.array([0, 1, 0], np.intp), snapshot.plan.structure.gpus, CHUNK
+    )  # fmt: skip
+    for leaf in range(3):
+        cover = Cover(layout, snapshot, [mine, Leaves([1])], [(), ()], (mine, mine.of(snapshot.tensors)))
+        snapshot.tensors[leaf].add_(1)
+        error = cover.copied()
+        assert error is not None and error.where["key"] == f"model.w{leaf}"
+
+
+def test_inference_tensors_count_no_changes() -> None:
+    with torch.inference_mode():
+        fixed = torch.ones(5000)
+    snapshot = capture({"model": {"fixed": fixed, "other": torch.ones(5000)}})
+    layout = Layout.of(snapshot.plan.shards, np.zeros(2, np.intp), snapshot.plan.structure.gpus, CHUNK)
+    cover = Cover(layout, snapshot, [Leaves([0, 1])], [()])
+    with torch.inference_mode():
+        fixed.add_(1)
+    assert cover.copied() is None
+    cover = Cover(layout, snapshot, [Leaves([0, 1])], [()])
+    snapshot.tensors[1].add_(1)
+    error = cover.copied()
+    assert error is not None and error.where["key"] == "model.other"
 
 
 def test_large_tensors_and_too_many_are_not_put_aside() -> None:
