@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from stepwell.tiers.base import Chunk
+from stepwell.tiers.base import Chunk, untracked
 
 __all__ = ["S3FIFO"]
 
@@ -35,6 +35,9 @@ class _Run:
     indices: list[int] = field(default_factory=list)  # rising
     fed: int = 0  # when a chunk entered it last, by the bytes that were touched in all
     leaving: bool = False  # its turn has come
+
+
+_NONE = _Run("")  # of entries that are about to be put into a queue
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +160,7 @@ class S3FIFO:
         ghost_bytes = self._ghosts.pop(key, None)
         self._ghost_bytes -= ghost_bytes or 0
         queue = self._small if ghost_bytes is None else self._main
-        entry = self._entries[key] = _Entry(key, queue, _Run(chunk.shard), 0, chunk.size_bytes, chunk)
+        entry = self._entries[key] = untracked(_Entry(key, queue, _NONE, 0, chunk.size_bytes, chunk))
         entry.touched = self._touched_bytes
         queue.put(entry, self._touched_bytes - SMALL_SHARE * self._room_bytes)
 
@@ -311,7 +314,7 @@ class S3FIFO:
                     key = (str(shard), int(index))
                     if key not in self._entries:
                         uses = min(USES_MAX, max(0, int(uses)))
-                        entry = self._entries[key] = _Entry(key, queue, _Run(shard), uses)
+                        entry = self._entries[key] = _Entry(key, queue, _NONE, uses)
                         queue.put(entry)
                 if not is_open:
                     queue.newest.pop(str(shard), None)

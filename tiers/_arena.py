@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from stepwell.errors import StepwellError
 from stepwell.native import Region
+from stepwell.native._objects import untracked
 from stepwell.tiers._index import Index, OwnIndex, name_of
 from stepwell.tiers._sizes import Sizes
 from stepwell.tiers._slices import READY_SLOTS, Memory, Slices, SlotMemory
@@ -281,13 +282,13 @@ class Arena(Sizes):
         False if the chunk is here or on its way already: the slot then only passes.
         """
         assert slot.kept and slot.chunk is None
-        if number in self._of(shard):
+        name = name_of(shard)
+        if number in self._cached.get(name, ()):
             slot.kept = False
             self._kept -= 1
             self._serve()
             return False
-        name = name_of(shard)
-        slot.chunk = Chunk((name, number), name, number, self.slot_bytes, fetch_s)
+        slot.chunk = untracked(Chunk((name, number), name, number, self.slot_bytes, fetch_s))
         slot.dirty = not clean
         self._cached.setdefault(name, {})[number] = slot
         self._shards.setdefault(name, shard)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 
 from stepwell.errors import TierError, TierFull, TierUnavailable
 from stepwell.native import Ticket
+from stepwell.native._objects import untracked as untracked  # for policies, too
 
 #: a run's folder of small records that are never replaced and that readers commit, too
 NOTES = "notes"
