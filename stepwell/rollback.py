@@ -26,20 +26,19 @@ from stepwell.format.names import Attempt
 from stepwell.jobs import Job
 from stepwell.mover import Mover
 from stepwell.native import Mark, PieceMap
-from stepwell.ranges import Read, plan_reads
+from stepwell.ranges import Array, Read, plan_reads
 from stepwell.reading import Caller, Crcs, Healing, Reading
 from stepwell.runtime import Runtime
 from stepwell.state import PlanCache, ShardPlan, Snapshot, capture
 from stepwell.state.plan import Plan
-from stepwell.tiers.base import CHUNK_BYTES, CheckpointKey, ShardKey, Tier
+from stepwell.tiers.base import CHUNK_BYTES, CheckpointKey, ShardKey
 from stepwell.tiers.host import Priority
-from stepwell.unpacking import unpack
+from stepwell.unpacking import Unpacking, begin, end
 
 #: hooks of optimizers that a restore must call
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 #: objects whose tensors go by names that come from the other parts
 _BOUND = (b'"module"', b'"optimizer"')
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +77,7 @@ class Rollbacks:
     def __init__(self, mover: Mover, catalog: Catalog, plans: PlanCache) -> None:
         self._mover, self._catalog, self._plans = mover, catalog, plans
         self._saved: dict[Attempt, _Saved] = {}
+        self._targets: _Targets | None = None  # of the last rollback: the next one is seldom into other tensors
 
     def note(self, attempt: Attempt, snapshot: Snapshot, crcs: list[Crcs]) -> None:
         """A save is in GPU memory. Those that are there no more are forgotten. On the event loop."""
@@ -113,10 +113,13 @@ class Rollbacks:
         keys = [key for number, key in enumerate(state) if number in left]
         if len(keys) == len(state):
             return None
+        targets = self._targets
+        if targets is None or not targets.are_of(snapshot, left):
+            targets = self._targets = _Targets.of(snapshot, left)
         caller, healing = Caller(), Healing()
         marks = Runtime.get().gpus.marks(saved.plan.gpus, run)
         try:
-            found: Checkpoint | None = run(self._copy(attempt, saved, snapshot, left, marks, caller, healing))
+            found: Checkpoint | None = run(self._copy(attempt, saved, snapshot, targets, marks, caller, healing))
         except BaseException:
             start(self._mover.leave(caller)).result()
             raise
@@ -125,76 +128,118 @@ class Rollbacks:
         return RolledBack(found, healing.read_bytes, Left(state, keys))
 
     async def _copy(
-        self, attempt: Attempt, saved: _Saved, snapshot: Snapshot, left: set[int], marks: Mapping[int, Mark],
+        self, attempt: Attempt, saved: _Saved, snapshot: Snapshot, targets: _Targets, marks: Mapping[int, Mark],
         caller: Caller, healing: Healing,
     ) -> Checkpoint | None:  # fmt: skip
         """None if the usual way has to do it after all: the copy in GPU memory is not whole any more, say."""
-        catalog, plan = self._catalog, saved.plan
+        catalog = self._catalog
         key = CheckpointKey(catalog.run, attempt.folder)
         tiers = [holding.tier for holding in catalog.holdings.get(attempt, ())]
-        wanted = np.ones(len(snapshot.addresses), np.bool_)
-        for number in left:
-            span = plan.structure.spans[number]
-            wanted[span.first : span.stop] = False
+        readings = [
+            Reading(
+                ShardKey(key, shard.file), tiers, crcs, healing, Priority.RESTORE, gpu_pieces=fill.pieces, marks=marks,
+                caller=caller, size=shard.size,
+            )
+            for fill, shard, crcs in zip(targets.fills, saved.plan.shards, saved.crcs, strict=True)
+        ]  # fmt: skip
+        begun: list[Unpacking] = []
         catalog.reading[attempt] += 1
         try:
-            fills = [
-                _Fill.of(ShardKey(key, shard.file), shard, snapshot, wanted, crcs, tiers, marks, caller, healing)
-                for shard, crcs in zip(plan.shards, saved.crcs, strict=True)
-            ]
-            done = await asyncio.gather(*(fill.run(self._mover) for fill in fills), return_exceptions=True)
-            for error in done:  # now: one that goes on must not write to what the usual way restores
-                if isinstance(error, BaseException):
-                    raise error
-            return await describe(catalog, attempt) if all(done) else None
+            try:
+                if not self._begin(targets, readings, snapshot, begun):
+                    return None
+                found = await describe(catalog, attempt)  # while they are copied
+                await self._copy_host(targets, readings, snapshot)
+            finally:  # one that goes on must not write to what the usual way restores
+                await end(self._mover, begun)
+            return found
         except StepwellError:
             return None
         finally:
             catalog.reading[attempt] -= 1
 
+    def _begin(
+        self, targets: _Targets, readings: Sequence[Reading], snapshot: Snapshot, begun: list[Unpacking]
+    ) -> bool:
+        """Each shard's copy is under way before the next one is looked at. False if GPU memory has not all of them
+        any more."""
+        for fill, reading in zip(targets.fills, readings, strict=True):
+            if not fill.lengths:
+                continue
+            unpacking = begin(self._mover, reading, fill.lengths, snapshot) if len(fill.lengths) == 1 else None
+            if unpacking is None:
+                return False
+            begun.append(unpacking)
+        return True
 
-@dataclass(frozen=True, slots=True)
-class _Fill:
-    """Of one shard, what goes to the state's tensors."""
+    async def _copy_host(self, targets: _Targets, readings: Sequence[Reading], snapshot: Snapshot) -> None:
+        """What is not on a GPU."""
+        copying = [
+            self._mover.get(
+                replace(reading, gpu_pieces=(), pieces=PieceMap(shard.offsets, fill.host, keep=snapshot)), fill.reads
+            )
+            for fill, shard, reading in zip(targets.fills, targets.plan.shards, readings, strict=True)
+            if fill.host is not None
+        ]
+        for error in await asyncio.gather(*copying, return_exceptions=True) if copying else ():
+            if isinstance(error, BaseException):
+                raise error
 
-    reading: Reading  # with the pieces on GPUs
-    lengths: dict[int, int]  # GPU -> bytes
-    host: Reading | None  # the same, with the pieces in host memory
-    reads: list[Read]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Targets:
+    """Where the bytes of a plan's shards go to in a state's tensors. It keeps none of them alive."""
+
+    plan: Plan
+    left: set[int]
+    addresses: Array  # of all leaves
+    fills: list[_Fill]  # of each shard
 
     @classmethod
-    def of(
-        cls, key: ShardKey, shard: ShardPlan, snapshot: Snapshot, wanted: Mask, crcs: Crcs, tiers: Sequence[Tier],
-        marks: Mapping[int, Mark], caller: Caller, healing: Healing,
-    ) -> _Fill:  # fmt: skip
+    def of(cls, snapshot: Snapshot, left: set[int]) -> _Targets:
+        """left: the numbers of the parts that nothing goes to."""
+        plan, wanted = snapshot.plan, snapshot.addresses.copy()
+        for number in left:
+            span = plan.structure.spans[number]
+            wanted[span.first : span.stop] = 0
+        return cls(plan, left, snapshot.addresses, [_Fill.of(shard, wanted) for shard in plan.shards])
+
+    def are_of(self, snapshot: Snapshot, left: set[int]) -> bool:
+        """Whether all of that is where it was."""
+        same = snapshot.plan is self.plan and left == self.left
+        if not same or snapshot.addresses is self.addresses:  # which nobody changes
+            return same
+        return np.array_equal(snapshot.addresses, self.addresses)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fill:
+    """Of one shard, what goes to a state's tensors."""
+
+    pieces: list[tuple[int, PieceMap]]  # of those on GPUs, each GPU with its map
+    lengths: dict[int, int]  # GPU -> bytes
+    host: Array | None  # addresses of the pieces that others take
+    reads: list[Read]  # which these need
+
+    @classmethod
+    def of(cls, shard: ShardPlan, wanted: Array) -> _Fill:
+        """wanted: the address of each leaf, 0 for one that stays as it is."""
         own = np.zeros(len(shard.leaves) + 1, np.uint64)  # the header goes nowhere
-        own[1:] = np.where(wanted[shard.leaves], snapshot.addresses[shard.leaves], np.uint64(0))
+        own[1:] = wanted[shard.leaves]
         sizes = np.diff(shard.offsets)
-        gpu_pieces, lengths = [], {}
+        pieces, lengths = [], {}
         for gpu in np.unique(shard.gpus).tolist():
             there = np.zeros_like(own)
             here = shard.device[shard.gpus == gpu]
             there[here] = own[here]
             if there.any():
-                gpu_pieces.append((gpu, PieceMap(shard.offsets, there, keep=snapshot)))
+                pieces.append((gpu, PieceMap(shard.offsets, there)))
                 lengths[gpu] = int(sizes[there != 0].sum())
-        reading = Reading(
-            key, tiers, crcs, healing, Priority.RESTORE, None, gpu_pieces, marks, caller=caller, size=shard.size
-        )
         own[shard.device] = 0
         if not own.any():
-            return cls(reading, lengths, None, [])
-        host = replace(reading, gpu_pieces=(), pieces=PieceMap(shard.offsets, own, keep=snapshot))
+            return cls(pieces, lengths, None, [])
         at = np.flatnonzero(own)
-        return cls(reading, lengths, host, plan_reads(shard.offsets[at], sizes[at], shard.size, CHUNK_BYTES))
-
-    async def run(self, mover: Mover) -> bool:
-        """False if GPU memory has not all of it any more."""
-        if len(self.lengths) > 1 or (self.lengths and await unpack(mover, self.reading, self.lengths) is None):
-            return False
-        if self.host is not None:
-            await mover.get(self.host, self.reads)
-        return True
+        return cls(pieces, lengths, own, plan_reads(shard.offsets[at], sizes[at], shard.size, CHUNK_BYTES))
 
 
 def _left(saved: _Saved, snapshot: Snapshot) -> set[int]:
@@ -208,7 +253,7 @@ def _left(saved: _Saved, snapshot: Snapshot) -> set[int]:
         if span.part not in snapshot.live
         or not _is_same(nodes[number], before[number])
         or (not _is_object(nodes[number]) and _has_objects(nodes[number]))
-        or not indirect.isdisjoint(range(span.first, span.stop))
+        or any(span.first <= leaf < span.stop for leaf in indirect)
     }
     bound = any(_has_objects(nodes[number]) for number in left)
     return set(range(len(nodes))) if bound else left

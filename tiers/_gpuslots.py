@@ -7,10 +7,13 @@ import errno
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from stepwell.native import PieceMap
 from stepwell.tiers._arena import Arena
+from stepwell.tiers._index import name_of
 from stepwell.tiers._slots import Slot
 from stepwell.tiers.base import EvictionPolicy
 
@@ -173,6 +176,15 @@ class Lender(Protocol):
         """From now on it may not; False for those that it has taken, which are not there any more."""
 
 
+@dataclass(slots=True, eq=False)
+class Whole:
+    """All of a shard, as long as none of its chunks goes."""
+
+    slots: list[Slot]  # in the order of their chunks
+    size_bytes: int
+    map: PieceMap | None = None  # of its bytes, once somebody has asked for it
+
+
 class GpuArena(Arena):
     """Slots of device memory, all of which may keep chunks: nothing is staged there.
 
@@ -187,6 +199,7 @@ class GpuArena(Arena):
         """take, give: see `GpuSlots`."""
         self._take_memory, self._give_memory, self._lender = take, give, lender
         self._lent: dict[int, Slot] = {}  # by address
+        self._wholes: dict[str, Whole] = {}  # name of shard -> what was held of it last
         super().__init__(capacity_bytes, eviction, slot_bytes=slot_bytes)
         self._full = self.count
 
@@ -231,7 +244,7 @@ class GpuArena(Arena):
         self._lost(gone)
         return len(gone) * self.slot_bytes
 
-    def _lend(self, slots: Iterable[Slot]) -> None:
+    def _lend(self, slots: Sequence[Slot]) -> None:
         """Those that nobody works with, and that may go."""
         new = {
             s.address: s for s in slots if s.users == 0 and not s.dirty and s.address and s.address not in self._lent
@@ -314,39 +327,58 @@ class GpuArena(Arena):
             return None
         return super().find(shard, number, used=used)
 
-    def hold_all(self, shard: Hashable, count: int) -> list[Slot] | None:
-        """The slots of all `count` chunks of a shard, held once for the caller; None if not all are here."""
-        here = self._of(shard)
+    def hold_all(self, shard: Hashable, size_bytes: int) -> Whole | None:
+        """All chunks of a shard of so many bytes, held once for the caller; None if not all are here. Says nothing to
+        the eviction policy."""
+        whole = self._whole(shard, size_bytes)
+        if whole is None or not self._are_ours(whole.slots):
+            return None
+        new = [slot for slot in whole.slots if slot.users == 0]
+        self.in_use += len(new)
+        self._idle -= sum(not slot.dirty for slot in new)  # all are filled
+        for slot in whole.slots:
+            slot.users += 1
+        return whole
+
+    def _whole(self, shard: Hashable, size_bytes: int) -> Whole | None:
+        name, here, count = name_of(shard), self._of(shard), -(-size_bytes // self.slot_bytes)
+        known = self._wholes.get(name)
+        if known is not None and known.size_bytes == size_bytes:
+            return known
         slots = [slot for number in range(count) if (slot := here.get(number)) is not None and slot.filled]
         if len(slots) < count:
             return None
+        made = self._wholes[name] = Whole(slots, size_bytes)
+        return made
+
+    def _are_ours(self, slots: Sequence[Slot]) -> bool:
+        """`_is_ours` for many, of which none is taken back if not all are there."""
         lent = [slot for slot in slots if self._lent.pop(slot.address, None) is not None]
-        there = self._lender.take_back([slot.address for slot in lent])
-        if not all(there):
-            self._lost([slot for slot, ours in zip(lent, there, strict=True) if not ours])
-            self._lend(slot for slot, ours in zip(lent, there, strict=True) if ours)
-            return None
-        for slot in slots:
-            self.hold(slot)
-            assert slot.chunk is not None
-            self.eviction.used(slot.chunk)
-        return slots
+        there = self._lender.take_back([slot.address for slot in lent]) if lent else []
+        if all(there):
+            return True
+        self._lost([slot for slot, ours in zip(lent, there, strict=True) if not ours])
+        self._lend([slot for slot, ours in zip(lent, there, strict=True) if ours])
+        return False
 
     def release(self, slot: Slot) -> None:
         super().release(slot)
         self._lend([slot])
 
-    def release_all(self, slots: Iterable[Slot]) -> None:
-        """`release` of each, with one look at who waits."""
-        waiting, self._waiting = self._waiting, []
-        on_room, self.on_room = self.on_room, lambda: None
-        try:
-            for slot in slots:
-                super().release(slot)
-        finally:
-            self._waiting, self.on_room = waiting, on_room
+    def release_all(self, slots: Sequence[Slot]) -> None:
+        """`release` of each of these, no two of which are the same, with one look at who waits."""
+        assert all(slot.users > 0 for slot in slots)
+        for slot in slots:
+            slot.users -= 1
+        unused = [slot for slot in slots if slot.users == 0]
+        self.in_use -= len(unused)
+        for slot in unused:
+            if slot.chunk is None:
+                self._put_back(slot)
+            else:
+                self._idle += slot.filled and not slot.dirty
         self._serve()
-        self._lend(slots)
+        self._lend(unused)
 
     def clean(self, shard: Hashable) -> None:
         slots = list(self._of(shard).values())
@@ -354,11 +386,14 @@ class GpuArena(Arena):
         self._lend(slots)
 
     def forget(self, slot: Slot) -> None:
+        if slot.chunk is not None:
+            self._wholes.pop(str(slot.chunk.shard), None)
         super().forget(slot)
         self._lend([slot])
 
     def close(self) -> bool:
         self._closed = True
+        self._wholes.clear()
         lent, self._lent = list(self._lent.values()), {}
         there = self._lender.take_back([slot.address for slot in lent]) if lent else []
         for slot, ours in zip(lent, there, strict=True):

@@ -20,7 +20,7 @@ from stepwell.errors import StepwellError
 from stepwell.native import Done, Job, Op, PieceMap
 from stepwell.tiers._arenatier import ArenaTier
 from stepwell.tiers._calls import settle
-from stepwell.tiers._gpuslots import GpuArena
+from stepwell.tiers._gpuslots import GpuArena, Whole
 from stepwell.tiers._slots import Slot
 from stepwell.tiers.base import CheckpointKey, EvictionPolicy, Refused, Reservation, ShardKey, tier_error
 
@@ -31,7 +31,7 @@ LARGE_BYTES = 8 << 30
 #: of the device's memory so much stays free for others, who may want it at once
 HEADROOM_BYTES = 512 << 20
 #: how often a tier looks whether that is so
-LOOK_S = 0.02
+LOOK_S = 0.05
 
 log = logging.getLogger("stepwell")
 
@@ -87,18 +87,32 @@ def slot_map(addresses: Sequence[int], chunk_bytes: int, size_bytes: int) -> Pie
 class HeldShard:
     """The chunks of a shard, in slots that stay until they are released."""
 
-    def __init__(self, arena: GpuArena, slots: Sequence[Slot], size_bytes: int) -> None:
-        self._arena, self._slots = arena, slots
-        self._size_bytes = size_bytes
+    def __init__(self, arena: GpuArena, whole: Whole) -> None:
+        self._arena, self._whole = arena, whole
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """In the order of the chunks."""
+        return self._whole.slots
 
     @property
     def map(self) -> PieceMap:
         """Of the shard's bytes, in GPU memory."""
-        return slot_map([slot.address for slot in self._slots], self._arena.slot_bytes, self._size_bytes)
+        whole = self._whole
+        if whole.map is None:
+            addresses = [slot.address for slot in whole.slots]
+            whole.map = slot_map(addresses, self._arena.slot_bytes, whole.size_bytes)
+        return whole.map
+
+    def used(self) -> None:
+        """Somebody wanted its bytes, so that it is worth keeping. It may be said once they are on their way."""
+        for slot in self.slots:
+            if slot.chunk is not None:
+                self._arena.eviction.used(slot.chunk)
 
     def release(self) -> None:
         """Once."""
-        self._arena.release_all(self._slots)
+        self._arena.release_all(self.slots)
 
 
 class GpuTier(ArenaTier):
@@ -217,8 +231,8 @@ class GpuTier(ArenaTier):
         """All of a shard, so that it is not evicted until it is released; None if not all of it is here."""
         if shard in self._books.reserved:  # a chunk that is being written has a slot before it has its bytes
             return None
-        slots = self.arena.hold_all(shard, self._slots(size_bytes))
-        return None if slots is None else HeldShard(self.arena, slots, size_bytes)
+        whole = self.arena.hold_all(shard, size_bytes)
+        return None if whole is None else HeldShard(self.arena, whole)
 
     def clean(self, checkpoint: CheckpointKey) -> None:
         """Another tier has the checkpoint, too: it may make way."""

@@ -3,6 +3,7 @@ and whatever differs from what was saved comes back the usual way."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -17,8 +18,11 @@ import torch
 import stepwell
 from stepwell import reader
 from stepwell.errors import WaitTimeout
+from stepwell.native import TRIP_FREE, Op, trip_library
+from stepwell.tiers.base import ShardKey
+from stepwell.tiers.gpu import GpuTier, HeldShard
 from tests.fakecuda import ENGINE, FakeCuda
-from tests.store.gpubench import Bench, benches, opened
+from tests.store.gpubench import Bench, benches, opened, ops
 
 
 @pytest.fixture
@@ -63,6 +67,13 @@ class Net:
         now = self.now()
         assert now.keys() == expected.keys()
         assert not [name for name, tensor in expected.items() if not torch.equal(tensor, now[name])]
+
+
+def trip() -> None:
+    """Torch is about to fail for want of memory."""
+    free = getattr(ctypes.CDLL(trip_library()), TRIP_FREE)
+    free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    free(None, 0, 0, None)
 
 
 @pytest.fixture
@@ -257,6 +268,104 @@ def test_what_was_evicted_meanwhile_comes_from_elsewhere(bench: Bench, tmp_path:
             net.require(seen[step])
 
 
+def test_what_training_has_taken_meanwhile_comes_from_elsewhere(
+    bench: Bench, tmp_path: Path, records: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lent memory goes without a word, also that which a rollback has copied from before."""
+    monkeypatch.setattr("stepwell.tiers.gpu.LOOK_S", 60.0)  # nobody has looked
+    with opened(tmp_path) as store:
+        net, seen = Net(bench), {}
+        for step in (1, 2):
+            seen[step] = net.now()
+            store.save(step, net.state).wait("nvme")
+            net.train()
+        for step in (1, 2):
+            done = store.restore(net.state, step=step)
+            assert done is not None and "gpu" in done.sources and not records
+        trip()
+        for step in (2, 1):
+            net.train()
+            done = store.restore(net.state, step=step)
+            assert done is not None and "gpu" not in done.sources and records
+            net.require(seen[step])
+
+
+def test_tensors_that_have_moved_are_restored_where_they_are(
+    bench: Bench, tmp_path: Path, records: list[object]
+) -> None:
+    with opened(tmp_path) as store:
+        net = Net(bench)
+        seen = net.train_and_save(store)
+        weight = next(net.model.parameters())
+        here = weight.data
+        there = bench.on.put(here.clone())
+        for step, now, other in ((1, here, there), (2, there, here), (3, there, here), (4, here, there)):
+            net.train()
+            weight.data = now
+            before = other.clone()
+            assert store.restore(net.state, step=step) is not None
+            net.require(seen[step])
+            assert torch.equal(now, seen[step]["0.weight"]) and torch.equal(other, before)
+        assert not records
+
+
+def test_a_part_that_differs_only_now_is_left_out_only_now(bench: Bench, tmp_path: Path, records: list[object]) -> None:
+    with opened(tmp_path) as store:
+        ema = bench.on.put(torch.zeros(5000))
+        net = Net(bench, ema={"t": ema, "n": 0})
+        for step in range(1, 5):
+            net.train()
+            ema.fill_(step)
+            store.save(step, net.state).wait("gpu")
+        seen = net.now()
+        for n in (7, 0, 7, 0):
+            net.train()
+            ema.fill_(99)
+            net.state["ema"]["n"] = n
+            records.clear()
+            done = store.restore(net.state, step=4)
+            assert done is not None and bool(records) is (n == 7)
+            net.require(seen)
+            assert bool((ema == 4).all()) and net.state["ema"]["n"] == 0 and net.state["ema"]["t"] is ema
+
+
+def test_each_copy_is_under_way_before_the_next_shard_is_looked_at(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        net = Net(bench)
+        seen = net.train_and_save(store)
+        submitted, hold, before = ops(monkeypatch), GpuTier.hold, list[int]()
+
+        def noted(tier: GpuTier, shard: ShardKey, size_bytes: int) -> HeldShard | None:
+            before.append(submitted[Op.UNPACK])
+            return hold(tier, shard, size_bytes)
+
+        monkeypatch.setattr(GpuTier, "hold", noted)
+        assert store.restore(net.state, step=2) is not None
+        net.require(seen[2])
+        assert before == [0, 1]
+
+
+def test_a_shard_that_is_gone_when_another_one_is_under_way(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: list[object]
+) -> None:
+    with opened(tmp_path) as store:
+        net = Net(bench)
+        seen = net.train_and_save(store)
+        hold, asked = GpuTier.hold, list[ShardKey]()
+
+        def gone(tier: GpuTier, shard: ShardKey, size_bytes: int) -> HeldShard | None:
+            asked.append(shard)
+            return None if len(asked) == 2 else hold(tier, shard, size_bytes)
+
+        monkeypatch.setattr(GpuTier, "hold", gone)
+        assert store.restore(net.state, step=2) is not None and records
+        net.require(seen[2])
+        assert store.restore(net.state, step=4) is not None and len(records) == 1
+        net.require(seen[4])
+
+
 def test_a_copy_that_fails_leaves_it_to_the_usual_way(bench: Bench, tmp_path: Path, records: list[object]) -> None:
     with opened(tmp_path) as store:
         net = Net(bench)
@@ -294,6 +403,7 @@ def test_a_restore_that_runs_out_of_time_writes_no_more_after_it(bench: Bench, t
         after = net.now()
         bench.driver.finish(bench.stream)
         net.require(after)
+        assert store.mover.gpu is not None and store.mover.gpu.arena.in_use == 0
         assert store.restore(net.state, step=3) is not None
 
 

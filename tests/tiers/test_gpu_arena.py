@@ -11,6 +11,7 @@ import pytest
 
 from stepwell.errors import TierFull, TierUnavailable
 from stepwell.gpus import Gpu, Gpus
+from stepwell.native import PieceMap
 from stepwell.policies.evict import LRU
 from stepwell.tiers._slots import Priority, Slot
 from stepwell.tiers.base import CheckpointKey, ChunkIO, RecordKey, Refused, Reservation, ShardKey
@@ -139,6 +140,72 @@ def test_training_gets_back_what_storage_has_and_nothing_else(driver: FakeCuda) 
         assert len(tier.arena.chunks(shard(2))) == 2
 
     run(driver, scenario, headroom_bytes=10 * MIB)
+
+
+def test_a_shard_whose_chunks_have_changed_places_is_held_where_they_are_now(driver: FakeCuda) -> None:
+    async def scenario(tier: GpuTier) -> None:
+        def held() -> tuple[list[int], PieceMap]:
+            found = tier.hold(shard(1), 3 * SLOT)
+            assert found is not None
+            found.release()
+            return [slot.address for slot in found.slots], found.map
+
+        def here() -> list[int]:
+            return [tier.arena._of(shard(1))[number].address for number in range(3)]
+
+        await kept(tier, shard(1), 3)
+        addresses, before = held()
+        assert addresses == here() and held()[1] is before
+        tier.arena.drop(shard(1))
+        assert tier.hold(shard(1), 3 * SLOT) is None
+        await kept(tier, shard(2), 1)  # takes the slot that was free last
+        await kept(tier, shard(1), 3)
+        assert here() != addresses and held()[0] == here() and held()[1] is not before
+        tier.arena.forget(tier.arena._of(shard(1))[1])
+        assert tier.hold(shard(1), 3 * SLOT) is None
+
+    run(driver, scenario)
+
+
+def test_a_shard_that_is_dropped_while_it_is_held_stays_until_it_is_released(driver: FakeCuda) -> None:
+    async def scenario(tier: GpuTier) -> None:
+        await kept(tier, shard(1), 8)
+        held, again = tier.hold(shard(1), 8 * SLOT), tier.hold(shard(1), 8 * SLOT)
+        assert held is not None and again is not None
+        tier.arena.drop(shard(1))
+        for one in (held, again):
+            assert tier.arena.take_now(Priority.SNAPSHOT) is None and tier.arena.give_back(MIB) == 0
+            one.used()
+            one.release()
+        await kept(tier, shard(2), 8)
+
+    run(driver, scenario)
+
+
+def test_a_tier_that_is_closed_holds_nothing(driver: FakeCuda) -> None:
+    async def scenario(tier: GpuTier) -> None:
+        await kept(tier, shard(1), 2)
+        held = tier.hold(shard(1), 2 * SLOT)
+        assert held is not None
+        held.release()
+        await tier.close()
+        assert driver.count("buffers") == 0 and tier.hold(shard(1), 2 * SLOT) is None
+
+    run(driver, scenario)
+
+
+def test_what_is_used_goes_last(driver: FakeCuda) -> None:
+    async def scenario(tier: GpuTier) -> None:
+        for number in (1, 2):
+            await kept(tier, shard(number), 4)
+        held = tier.hold(shard(1), 4 * SLOT)
+        assert held is not None
+        held.used()
+        held.release()
+        await kept(tier, shard(3), 4)
+        assert [len(tier.arena.chunks(shard(number))) for number in (1, 2, 3)] == [4, 0, 4]
+
+    run(driver, scenario)
 
 
 def test_a_driver_that_refuses_memory_costs_only_what_it_refuses(driver: FakeCuda) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from stepwell.errors import StepwellError, TierFull
 from stepwell.policies.evict import LRU
-from stepwell.tiers._gpuslots import GpuArena
+from stepwell.tiers._gpuslots import GpuArena, Whole
 from stepwell.tiers._slots import Priority, Slot
 
 SLOT = 4096
@@ -89,7 +89,7 @@ class User:
 
     def __init__(self, arena: GpuArena, memory: Memory, rng: random.Random) -> None:
         self.arena, self.memory, self.rng = arena, memory, rng
-        self.held, self.groups = list[Slot](), list[list[Slot]]()
+        self.held, self.groups = list[Slot](), list[Whole]()
         self.waiting: list[asyncio.Task[Slot]] = []
 
     def one(self) -> None:
@@ -109,10 +109,12 @@ class User:
             arena.give_back(rng.randrange(4) * SLOT)
         elif what == 8:
             arena.sweep()
-        elif what == 9 and (group := arena.hold_all(shard, rng.randrange(1, 4))) is not None:
+        elif what == 9 and (group := arena.hold_all(shard, rng.randrange(1, 4) * SLOT)) is not None:
+            here = [arena._of(shard)[number] for number in range(len(group.slots))]
+            assert group.slots == here and all(slot.filled for slot in here)
             self.groups.append(group)
         elif what == 10 and self.groups:
-            arena.release_all(self.groups.pop())
+            arena.release_all(self.groups.pop().slots)
         elif what == 11 and (slot := arena.find(shard, number)) is not None:
             self.held.append(slot)
         elif what == 12:
@@ -135,17 +137,18 @@ class User:
 
     def check(self) -> None:
         arena, books = self.arena, self.memory.books
-        used = [*self.held, *(slot for group in self.groups for slot in group)]
+        used = [*self.held, *(slot for group in self.groups for slot in group.slots)]
         assert all(books.get(slot.address) == "held" for slot in used)
         assert all(books.get(slot.address) == "held" for slot in arena._slots if slot.users or slot.dirty)
         assert len({slot.address for slot in arena._slots}) == len(arena._slots)
         assert arena.in_use == sum(slot.users > 0 for slot in arena._slots)
+        assert arena._idle == sum(slot.idle for slot in arena._slots)
         assert arena._kept == sum(slot.kept for slot in arena._slots)
         assert {*arena._free, *arena._lent.values()} <= set(arena._slots)
 
     async def end(self) -> None:
         for group in self.groups:
-            self.arena.release_all(group)
+            self.arena.release_all(group.slots)
         while self.held or self.waiting:
             for slot in self.held:
                 self.release(slot)
