@@ -71,6 +71,16 @@ class TorchSave:
         """Nothing was kept."""
 
 
+class Kept(DefaultStager):
+    """Some versions of torch close a stager after each save, also one that the caller has given, and wants again."""
+
+    def close(self) -> None:
+        """Not yet: see `end`."""
+
+    def end(self) -> None:
+        super().close()
+
+
 class Dcp:
     """async_save. staged: pinned memory, kept, filled in a thread while the device goes on; else the default."""
 
@@ -79,7 +89,7 @@ class Dcp:
         self.warm_up = staged
         self.loads = staged and kind == "THREAD"  # the others write the same files
         self._kind = kind
-        self._stager = DefaultStager(StagingOptions(gpu, kind == "PROCESS", gpu, gpu)) if staged else None
+        self._stager = Kept(StagingOptions(gpu, kind == "PROCESS", gpu, gpu)) if staged else None
 
     def save(self, state: State, folder: Path) -> Callable[[], object]:
         if self._kind == "PROCESS" and not dist.is_initialized():  # its process makes a group as ours
@@ -101,7 +111,7 @@ class Dcp:
 
     def close(self) -> None:
         if self._stager is not None:
-            self._stager.close()
+            self._stager.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
