@@ -171,12 +171,12 @@ class Putting(Fetching):
 
     def _lines(self, shard: ShardJob) -> tuple[_Line, _Line]:
         """What save() waits for of a shard, and the rest."""
-        numbers = range(-(-shard.size // self.arena.slot_bytes))
-        urgent = set[int]()
-        if shard.cover is None or any(cover.urgent for cover in shard.cover):
-            urgent.update(number for number in numbers if self._chunk(shard, number).urgent)
-        others = deque(number for number in numbers if number not in urgent)
-        return _Line(shard, deque(sorted(urgent))), _Line(shard, others)
+        urgent, others = _Line(shard, deque()), _Line(shard, deque())
+        some = shard.cover is None or any(cover.urgent for cover in shard.cover)
+        for number in range(-(-shard.size // self.arena.slot_bytes)):
+            line = urgent if some and self._chunk(shard, number).urgent else others
+            line.numbers.append(number)
+        return urgent, others
 
     def _chunk(self, shard: ShardJob, number: int) -> _Chunk:
         start = number * self.arena.slot_bytes

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 from stepwell.native._objects import entries, identities, look, numbers, put_together, untracked
-from stepwell.policies.s3fifo import S3FIFO
-from stepwell.tiers.base import Chunk
 
 NO_HINTS = b"", 1
 
@@ -212,10 +210,3 @@ def test_the_garbage_collector_looks_at_an_untracked_object_no_more() -> None:
     assert made.value == ["kept"] and gone() is made
     del made
     assert gone() is None
-
-
-def test_what_an_arena_keeps_by_the_thousand_is_not_tracked() -> None:
-    policy = S3FIFO()
-    chunk = untracked(Chunk(("a", 1), "a", 1, 4096))
-    policy.entered(chunk)
-    assert not any(map(gc.is_tracked, [chunk, *policy._entries.values()]))
