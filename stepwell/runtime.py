@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import os
 import threading
 from collections.abc import Coroutine
@@ -63,6 +64,7 @@ class Runtime:
         self._thread.start()
         self._started.wait()
         if self._trouble is not None:
+            gc.collect()  # a loop that is half made is in cycles, with file descriptors that the next try would miss
             raise StepwellError(
                 f"the background thread cannot start: {self._trouble}",
                 todo="See the process's limits of open files, threads and memory (ulimit -a)",
@@ -99,7 +101,7 @@ class Runtime:
         try:
             self.loop = asyncio.new_event_loop()
         except BaseException as error:
-            self._trouble = error
+            self._fail(error)
             self._started.set()
             return
         asyncio.set_event_loop(self.loop)
@@ -111,9 +113,13 @@ class Runtime:
         try:
             self.copier = AsyncEngine(Engine("copy", backend="threads", threads=copy_threads()))
         except BaseException as error:
-            self._trouble = error
+            self._fail(error)
             self.loop.stop()
         self._started.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Kept without its frames, which refer to what is half made."""
+        self._trouble = error.with_traceback(None)
 
     def staging(self) -> Arena:
         """Slots for what only passes through, shared by all that has no host tier of its own."""

@@ -309,10 +309,12 @@ def test_infinite_limits_are_as_good_as_none(tmp_path: Path) -> None:
 
 def test_a_process_without_file_descriptors_is_told_so_and_may_try_again(tmp_path: Path, scripts: Scripts) -> None:
     code = """
-import os, resource, sys
+import gc, os, resource, sys
 import torch, stepwell
 from stepwell.runtime import Runtime
 told = 0
+gc.collect()
+gc.disable()  # what a try has opened must not stay open until garbage is collected
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 state = {"w": torch.zeros(9)}
 lowest = os.dup(0)
