@@ -13,7 +13,8 @@ setup(
     ext_modules=[
         Extension(  # cffi's functions let go of the interpreter; these hold on to it
             "stepwell.native._objects",
-            ["native/objects.c"],
+            ["native/objects.c", "native/glances.c", "native/metadata.c"],
+            depends=["native/objects.h"],
             extra_compile_args=flags,
             extra_link_args=shlex.split(os.environ.get("STEPWELL_LDFLAGS", "")),
             py_limited_api=True,

@@ -4,45 +4,9 @@
  * Nothing here runs code of the objects that it looks at, so they do not change meanwhile; but for `numbers`, which
  * asks them, and for the items of sets, which are compared while nothing is gone through.
  */
-#define Py_LIMITED_API 0x030b0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "objects.h"
 
-enum { AHEAD = 8, RECENT = 16 }; /* how many objects further the processor fetches what it will need; classes at hand */
-
-/* Memory that objects consist of, `each` pieces for every one: addresses whose lowest bits say how many lines follow
- * the first. They are not followed, as they may have become wrong. */
-typedef struct hints {
-    Py_buffer words;
-    Py_ssize_t each, objects;
-} hints;
-
-static void count_hints(hints *given)
-{
-    given->objects = given->each > 0 ? given->words.len / (Py_ssize_t)sizeof(uint64_t) / given->each : 0;
-}
-
-/* Lets the processor fetch what an object consists of that comes soon. */
-static void fetch_ahead(const hints *given, Py_ssize_t object)
-{
-    if (object + AHEAD >= given->objects)
-        return;
-    const uint64_t *words = (const uint64_t *)given->words.buf + (object + AHEAD) * given->each;
-    for (Py_ssize_t at = 0; at < given->each; at++) {
-        const char *line = (const char *)(uintptr_t)(words[at] & ~(uint64_t)63);
-        for (uint64_t more = words[at] & 63; line; line = more-- ? line + 64 : NULL)
-            __builtin_prefetch(line);
-    }
-}
-
-/* The objects themselves, which are counted as references long before the rest of them is looked at. */
-static void fetch_objects(const hints *given)
-{
-    for (Py_ssize_t at = 0; at < given->objects; at++)
-        __builtin_prefetch((const char *)(uintptr_t)((const uint64_t *)given->words.buf)[at * given->each], 1);
-}
+enum { RECENT = 16 }; /* classes at hand */
 
 /* A trace that is made, or compared with one that is known: then nothing is made, which would take as long again. */
 typedef struct trace {
@@ -202,9 +166,8 @@ static int look_at(PyObject *object, what *asked, PyObject *below)
 }
 
 /* Level by level. 0: some object is of another kind, or there are too many levels. */
-static int look_at_all(PyObject *root, long levels_max, what *asked, const hints *given)
+static int look_at_all(PyObject *root, long levels_max, what *asked)
 {
-    Py_ssize_t count = 0;
     PyObject *level = PyList_New(0);
     int result = level && PyList_Append(level, root) == 0 ? 1 : -1;
     for (long deep = 0; result > 0 && PyList_Size(level) > 0; deep++) {
@@ -215,7 +178,6 @@ static int look_at_all(PyObject *root, long levels_max, what *asked, const hints
             PyObject *object = PyList_GetItem(level, at);
             if (object == Py_None)
                 continue;
-            fetch_ahead(given, count++);
             result = look_at(object, asked, below);
         }
         Py_DECREF(level);
@@ -229,15 +191,12 @@ static int look_at_all(PyObject *root, long levels_max, what *asked, const hints
 static PyObject *look(PyObject *module, PyObject *arguments)
 {
     what asked = {0};
-    hints given;
     PyObject *root, *known, *out = NULL;
     long levels_max;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OlUO!O!O!(y*n)O:look", &root, &levels_max, &asked.inner, &PyTuple_Type,
-                          &asked.held, &PyTuple_Type, &asked.noted, &PyTuple_Type, &asked.absent, &given.words,
-                          &given.each, &known))
+    if (!PyArg_ParseTuple(arguments, "OlUO!O!O!O:look", &root, &levels_max, &asked.inner, &PyTuple_Type, &asked.held,
+                          &PyTuple_Type, &asked.noted, &PyTuple_Type, &asked.absent, &known))
         return NULL;
-    count_hints(&given);
     asked.kinds = PySet_New(NULL);
     asked.lists = PyList_New(0);
     int result = begin_trace(&asked.trace, known) > 0 && asked.kinds && asked.lists ? 1 : -1;
@@ -247,9 +206,8 @@ static PyObject *look(PyObject *module, PyObject *arguments)
             result = -1;
         Py_XDECREF(list);
     }
-    fetch_objects(&given);
     if (result > 0)
-        result = look_at_all(root, levels_max, &asked, &given);
+        result = look_at_all(root, levels_max, &asked);
     if (result > 0)
         result = is_whole(&asked.trace);
     if (result > 0)
@@ -259,7 +217,6 @@ static PyObject *look(PyObject *module, PyObject *arguments)
     Py_XDECREF(asked.kinds);
     Py_XDECREF(asked.trace.made);
     Py_XDECREF(asked.lists);
-    PyBuffer_Release(&given.words);
     return out;
 }
 
@@ -267,19 +224,16 @@ static PyObject *look(PyObject *module, PyObject *arguments)
 static PyObject *entries(PyObject *module, PyObject *arguments)
 {
     PyObject *outer, *known, *key, *value, *out = NULL;
-    Py_ssize_t at = 0, count = 0;
-    hints given;
+    Py_ssize_t at = 0;
     trace trace;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O(y*n)O:entries", &outer, &given.words, &given.each, &known))
+    if (!PyArg_ParseTuple(arguments, "OO:entries", &outer, &known))
         return NULL;
-    count_hints(&given);
     PyObject *keys = PyList_New(0), *values = PyList_New(0);
     int result = begin_trace(&trace, known) > 0 && keys && values ? 1 : -1;
     if (result > 0 && !PyDict_Check(outer))
         result = 0;
     while (result > 0 && PyDict_Next(outer, &at, &key, &value)) {
-        fetch_ahead(&given, count++);
         result = PyDict_CheckExact(value) ? PyList_Append(keys, key) == 0 ? 1 : -1 : 0;
         if (result > 0)
             result = append_entries(value, &trace, values);
@@ -293,7 +247,6 @@ static PyObject *entries(PyObject *module, PyObject *arguments)
     Py_XDECREF(trace.made);
     Py_XDECREF(keys);
     Py_XDECREF(values);
-    PyBuffer_Release(&given.words);
     return out;
 }
 
@@ -357,14 +310,13 @@ static int ask(const question *asked, PyObject *object, PyTypeObject **kind, int
     return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-static int ask_all(PyObject *objects, const question *asked, const hints *given, char *out)
+static int ask_all(PyObject *objects, const question *asked, char *out)
 {
     const int tuple = PyTuple_Check(objects);
     const Py_ssize_t count = PySequence_Size(objects);
     PyTypeObject *kind = NULL;
     int64_t number;
     for (Py_ssize_t at = 0; at < count; at++) {
-        fetch_ahead(given, at);
         PyObject *object = tuple ? PyTuple_GetItem(objects, at) : PyList_GetItem(objects, at);
         if (!object || ask(asked, object, &kind, &number) < 0)
             return -1;
@@ -378,11 +330,9 @@ static PyObject *numbers(PyObject *module, PyObject *arguments)
 {
     PyObject *objects, *out = NULL;
     question asked = {0};
-    hints given;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OO(y*n):numbers", &objects, &asked.descriptor, &given.words, &given.each))
+    if (!PyArg_ParseTuple(arguments, "OO:numbers", &objects, &asked.descriptor))
         return NULL;
-    count_hints(&given);
     const Py_ssize_t count = PyTuple_Check(objects) || PyList_Check(objects) ? PySequence_Size(objects) : -1;
     if (count < 0)
         PyErr_SetString(PyExc_TypeError, "a tuple or list is needed");
@@ -390,11 +340,10 @@ static PyObject *numbers(PyObject *module, PyObject *arguments)
         out = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
     if (out && count > 0) {
         PyObject *first = PyTuple_Check(objects) ? PyTuple_GetItem(objects, 0) : PyList_GetItem(objects, 0);
-        if (parse_question(&asked, first) < 0 || ask_all(objects, &asked, &given, PyBytes_AsString(out)) < 0)
+        if (parse_question(&asked, first) < 0 || ask_all(objects, &asked, PyBytes_AsString(out)) < 0)
             Py_CLEAR(out);
     }
     Py_XDECREF(asked.owner);
-    PyBuffer_Release(&given.words);
     return out;
 }
 
@@ -435,6 +384,12 @@ static PyMethodDef methods[] = {
     {"numbers", numbers, METH_VARARGS, NULL},
     {"put_together", put_together, METH_VARARGS, NULL},
     {"untracked", untracked, METH_O, NULL},
+    {"study_modules", study_modules, METH_VARARGS, NULL},
+    {"modules_again", modules_again, METH_VARARGS, NULL},
+    {"study_entries", study_entries, METH_VARARGS, NULL},
+    {"entries_again", entries_again, METH_VARARGS, NULL},
+    {"study_tensors", study_tensors, METH_VARARGS, NULL},
+    {"tensors_again", tensors_again, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

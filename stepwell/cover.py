@@ -17,7 +17,6 @@ from stepwell.native import Latch
 from stepwell.native._objects import numbers, put_together
 from stepwell.shardjob import ChunkCover
 from stepwell.state import ShardPlan, Snapshot
-from stepwell.state.hints import NO_HINTS
 from stepwell.state.whereabouts import HOST
 
 #: owners are numbers: of a guard, or of several that cover the same tensors; these are of bytes that no guard covers,
@@ -118,7 +117,7 @@ class Cover:
         self._layout, self._names = layout, snapshot.plan.structure.names
         known, tensors = at_hand or (None, [])
         self._watched = {
-            owner: _Watched(mine.numbers, tensors if mine is known else mine.of(snapshot.tensors))
+            owner: _Watched(mine, tensors if mine is known else mine.of(snapshot.tensors), snapshot.versions)
             for owner, mine in enumerate(leaves)
         }
         self._error: StepwellError | None = None
@@ -175,6 +174,7 @@ class Leaves:
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
+        self.places = np.array(numbers, np.intp)
         few = len(numbers) < 2  # itemgetter gives no tuple then
         self.of: Callable[[Sequence[torch.Tensor]], Some] = (
             (lambda tensors: [tensors[number] for number in numbers]) if few else itemgetter(*numbers)
@@ -184,8 +184,13 @@ class Leaves:
 class _Watched:
     """Tensors that one owner covers, with their versions at the save."""
 
-    def __init__(self, leaves: Sequence[int], tensors: Some) -> None:
-        self._leaves, self._tensors, self._versions = leaves, tensors, _versions(tensors)
+    def __init__(self, leaves: Leaves, tensors: Some, known: bytes | None) -> None:
+        """known: the versions of all leaves of the plan, if they were told already."""
+        self._leaves, self._tensors = leaves.numbers, tensors
+        if known is None:
+            self._versions = _versions(tensors)
+        else:
+            self._versions = np.frombuffer(known, np.int64)[leaves.places].tobytes()
 
     def changed(self) -> int | None:
         """A leaf that is not what it was; None if there is none."""
@@ -198,7 +203,7 @@ class _Watched:
 
 def _versions(tensors: Some) -> bytes:
     try:
-        return numbers(tensors, _VERSION, NO_HINTS)
+        return numbers(tensors, _VERSION)
     except RuntimeError:  # inference tensors count none
         counted = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
         return np.array(counted, np.int64).tobytes()

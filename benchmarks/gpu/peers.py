@@ -72,13 +72,20 @@ class TorchSave:
 
 
 class Kept(DefaultStager):
-    """Some versions of torch close a stager after each save, also one that the caller has given, and wants again."""
+    """Some versions of torch close a stager, or what it keeps its memory in, after each save, also where the caller has
+    given it and wants it again."""
+
+    def __init__(self, config: StagingOptions) -> None:
+        super().__init__(config)
+        self._let_go = self._state_dict_stager.close
+        self._state_dict_stager.close = self.close  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Not yet: see `end`."""
 
     def end(self) -> None:
         super().close()
+        self._let_go()  # type: ignore[no-untyped-call]
 
 
 class Dcp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -19,7 +19,7 @@ from stepwell.state.cache import PlanCache
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
 from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, ShardPlan
-from stepwell.state.recall import Changed, Recalling, remember
+from stepwell.state.recall import NO_GLANCE, Changed, Glance, Recalling, remember, tensors_at_a_glance
 from stepwell.state.skeleton import part_names
 from stepwell.state.source import ShardSource, clone
 from stepwell.state.structure import Span, Structure
@@ -44,6 +44,7 @@ class Snapshot:
     tensors: list[torch.Tensor]  # of each leaf, or a view of it
     storages: list[Any] = field(default_factory=list)  # see `hold`
     live: frozenset[str] = frozenset()  # parts of which each tensor is known to be the state's own, to be written to
+    versions: bytes | None = None  # of each tensor, as 64-bit integers, where they were told at a glance
 
     @cached_property
     def skeleton(self) -> dict[str, Any]:
@@ -86,7 +87,8 @@ class Snapshot:
     def hold(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Keeps the memory of these of the tensors (None: of all) alive also if they are given another meanwhile
         (`.data =`, `module.to`)."""
-        self.storages[:] = map(_Tensor.untyped_storage, self.tensors if tensors is None else tensors)
+        if not self.storages:  # else that of each is kept already
+            self.storages[:] = map(_Tensor.untyped_storage, self.tensors if tensors is None else tensors)
 
     def let_go(self) -> None:
         """Keeps the tensors alive no longer; what `source` gave must not be read any more. The rest stays."""
@@ -117,13 +119,13 @@ def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, 
     parts = part_names(state)
     for memory in reversed(plans.memories):
         if memory.plan.structure.is_of(rank, world, header_split_bytes, parts):
-            found = _recalled(state, Recalling(memory, state), plans)
+            found = _recalled(state, parts, Recalling(memory, state), plans)
             if found is not None:
                 return found
-    encoder, tree, spans = _walk(state, careful=False)
+    encoder, tree, spans = _walk(state, parts, careful=False)
     answers = _ask(encoder)
     if answers is None:
-        encoder, tree, spans = _walk(state, careful=True)
+        encoder, tree, spans = _walk(state, parts, careful=True)
         answers = _ask(encoder)
         assert answers is not None, "a careful walk leaves only tensors with memory"
     made = _structure(encoder, answers, spans, rank, world, header_split_bytes)
@@ -139,26 +141,28 @@ def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, 
     return _snapshot(plan, tree, addresses, encoder.tensors, graphs)
 
 
-def _recalled(state: Mapping[Any, Any], recall: Recalling, plans: PlanCache) -> Snapshot | None:
+def _recalled(state: Mapping[Any, Any], parts: Sequence[str], recall: Recalling, plans: PlanCache) -> Snapshot | None:
     """The capture of a state that is the one that the memory is about, up to values; None if it is another one."""
     memory = recall.memory
     try:
-        encoder, tree, spans = _walk(state, careful=False, recall=recall)
+        encoder, tree, spans = _walk(state, parts, careful=False, recall=recall)
     except Changed:
         return None
     tensors = encoder.tensors
-    addresses = memory.addresses_of(tensors)  # first: it has the tensors fetched for all that is asked of them later
-    if addresses is None or not memory.knows(encoder, spans):
+    look = memory.look_at(tensors) if memory.knows(encoder, spans) else None
+    if look is None:
         return None
+    addresses, glance = look
     now = memory
     if addresses is not memory.addresses:
         structure = memory.plan.structure
         aliases = find_aliases(tensors, addresses, structure.extents, structure.places, memory.alone)
-        now = replace(memory, plan=plans.plan(structure, aliases), addresses=addresses)
+        plan, again = plans.plan(structure, aliases), tensors_at_a_glance()
+        now = replace(memory, plan=plan, addresses=addresses, again=again)
     plans.recalled(memory, now)
     made = encoder.made  # few: the walk makes none of the tensors that it recalls
     live = frozenset(span.part for span in spans if not any(span.first <= leaf < span.stop for leaf in made))
-    return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs, live)
+    return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs, live, glance)
 
 
 def _addresses(pointers: list[int]) -> Array:
@@ -175,6 +179,7 @@ def _snapshot(
     tensors: list[torch.Tensor],
     graphs: Iterable[int],
     live: frozenset[str] = frozenset(),
+    glance: Glance = NO_GLANCE,
 ) -> Snapshot:
     """graphs: leaves that keep a graph alive as they are."""
     for leaf in graphs:
@@ -184,16 +189,17 @@ def _snapshot(
         for leaf in plan.clones:
             tensors[leaf] = clone(tensors[leaf])
             addresses[leaf] = tensors[leaf].data_ptr()
-    return Snapshot(plan, tree, addresses, tensors, live=live)
+    versions, storages = glance
+    return Snapshot(plan, tree, addresses, tensors, storages or [], live, versions)
 
 
 def _walk(
-    state: Mapping[Any, Any], *, careful: bool, recall: Recalling | None = None
+    state: Mapping[Any, Any], parts: Sequence[str], *, careful: bool, recall: Recalling | None = None
 ) -> tuple[Encoder, list[Any], list[Span]]:
     encoder = Encoder(state, careful=careful, recall=recall)
     tree: list[Any] = ["d"]
     spans: list[Span] = []
-    for part, (key, value) in zip(part_names(state), state.items(), strict=True):
+    for part, (key, value) in zip(parts, state.items(), strict=True):
         first = len(encoder.tensors)
         node = None if recall is None else recall.node_of_part(encoder, key, value, part)
         tree += (key, node) if node is not None else (encoder.encode_key(key, part), encoder.encode(value, part))

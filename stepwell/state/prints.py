@@ -9,16 +9,25 @@ same places hold the same objects as each other, which is all that names and tie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
-from stepwell.native._objects import entries, identities, look
-from stepwell.state.hints import NO_HINTS, Hints, of_modules
+from stepwell.native._objects import (
+    entries,
+    entries_again,
+    identities,
+    look,
+    modules_again,
+    study_entries,
+    study_modules,
+)
+from stepwell.state.again import Again
+from stepwell.state.layouts import dict_version_at
 from stepwell.state.modules import HOOKS, METHODS, has_own_methods, methods_of, wrapped_child
 
 #: a module inside modules; deeper ones, and those inside themselves, are walked over each time
@@ -27,49 +36,64 @@ _OPTIMIZER_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_po
 _inside: Any = attrgetter("__dict__")
 _modules: Any = itemgetter("_modules")
 _HELD, _NOTED = ("_parameters", "_buffers"), ("_non_persistent_buffers_set", *HOOKS)
+_ASKED = ("_modules", _HELD, _NOTED, METHODS)
 _held: Any = itemgetter(*_HELD, *_NOTED)
 _values: Any = methodcaller("values")
 _KeysView: Any = type({}.keys())
+Lists = Sequence[list[Any]]  # of parameters, and of buffers
 
 
-class Traced(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Traced:
     """A module as `look` sees it."""
 
     trace: list[Any]
     classes: set[type]
     ways: list[Any]  # the methods by which these save and load; asked each time: classes change, too
     parameters: bytes  # identities
+    again: Again[torch.nn.Module, Lists] = field(compare=False)
 
 
 def look_at_module(root: torch.nn.Module) -> tuple[Any, list[Any]] | None:
     """A fingerprint, equal to others while nothing that a walk depends on has changed, and the parameters and buffers,
     all of them, as `study_module` lists them; None if it is a kind of its own."""
-    found = look(root, _LEVELS_MAX, "_modules", _HELD, _NOTED, METHODS, NO_HINTS, None)
+    found = look(root, _LEVELS_MAX, *_ASKED, None)
     if found is None:
         return study_module(root)
     trace, classes, (parameters, buffers) = found
-    return Traced(trace, classes, _ways_of(classes), identities(parameters)), parameters + buffers
+    seen = Traced(trace, classes, _ways_of(classes), identities(parameters), Again(_study_modules, _modules_again))
+    return seen, parameters + buffers
 
 
-def look_again(root: torch.nn.Module, seen: Any, hints: Hints) -> list[Any] | None:
+def look_again(root: torch.nn.Module, seen: Any) -> list[Any] | None:
     """The parameters and buffers of a module whose fingerprint is the one that was seen; None if it is another one."""
     if type(seen) is not Traced:
         look_now = look_at_module(root)
         return look_now[1] if look_now is not None and look_now[0] == seen else None
-    found = look(root, _LEVELS_MAX, "_modules", _HELD, _NOTED, METHODS, hints, seen.trace)
-    if found is None or not all(map(is_, _ways_of(seen.classes), seen.ways)):
+
+    def closely(root: torch.nn.Module) -> Lists | None:
+        found = look(root, _LEVELS_MAX, *_ASKED, seen.trace)
+        return found[2] if found is not None and identities(found[2][0]) == seen.parameters else None
+
+    lists = seen.again.look(root, closely)
+    if lists is None or not all(map(is_, _ways_of(seen.classes), seen.ways)):
         return None
-    parameters, buffers = found[2]
-    return parameters + buffers if identities(parameters) == seen.parameters else None
+    parameters, buffers = lists
+    return parameters + buffers
+
+
+def _study_modules(root: torch.nn.Module) -> bytearray | None:
+    version_at = dict_version_at()
+    return None if version_at is None else study_modules(root, _LEVELS_MAX, *_ASKED, version_at)
+
+
+def _modules_again(root: torch.nn.Module, record: bytearray) -> Lists | None:
+    version_at = dict_version_at()
+    return None if version_at is None else modules_again(root, record, *_ASKED, version_at)
 
 
 def _ways_of(classes: Iterable[type]) -> list[Any]:
     return list(_chained(map(methods_of, classes)))
-
-
-def hints_of_module(root: torch.nn.Module) -> Hints:
-    """For the next looks at it."""
-    return of_modules(root, ("_modules", *_HELD), _NOTED, _LEVELS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +217,50 @@ class OptimizerPrint(NamedTuple):
     states: list[Any]  # the trace of the state
 
 
-def look_at_optimizer(
-    optimizer: Any, seen: OptimizerPrint | None = None, hints: Hints = NO_HINTS
-) -> tuple[OptimizerPrint, list[Any]] | None:
-    """Its fingerprint, and the values of its state; None if it is a kind of its own, or its fingerprint is not the one
-    that was seen."""
-    cls, own = type(optimizer), vars(optimizer)
-    if getattr(cls, "state_dict", None) is not torch.optim.Optimizer.state_dict or "state_dict" in own:
-        return None
-    if any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS):
-        return None
-    found = entries(optimizer.state, hints, None if seen is None else seen.states)
+def look_at_optimizer(optimizer: Any) -> tuple[OptimizerPrint, list[Any]] | None:
+    """Its fingerprint, and the values of its state; None if it is a kind of its own."""
+    found = entries(optimizer.state, None) if _saves_as_usual(optimizer) else None
     if found is None:
         return None
     states, keys, values = found
+    return OptimizerPrint(type(optimizer), *_groups_of(optimizer), identities(keys), states), values
+
+
+def look_at_optimizer_again(optimizer: Any, seen: OptimizerPrint, again: Again[Any, list[Any]]) -> list[Any] | None:
+    """The values of its state; None if its fingerprint is not the one that was seen."""
+    if not _saves_as_usual(optimizer) or (type(optimizer), *_groups_of(optimizer)) != seen[:3]:
+        return None
+
+    def closely(state: Any) -> list[Any] | None:
+        found = entries(state, seen.states)
+        return found[2] if found is not None and identities(found[1]) == seen.keys else None
+
+    return again.look(optimizer.state, closely)
+
+
+def entries_at_a_glance() -> Again[Any, list[Any]]:
+    """For `look_at_optimizer_again`."""
+    return Again(_study_entries, _entries_again)
+
+
+def _study_entries(state: Any) -> bytearray | None:
+    version_at = dict_version_at()
+    return None if version_at is None else study_entries(state, version_at)
+
+
+def _entries_again(state: Any, record: bytearray) -> list[Any] | None:
+    version_at = dict_version_at()
+    return None if version_at is None else entries_again(state, record, version_at)
+
+
+def _saves_as_usual(optimizer: Any) -> bool:
+    cls = type(optimizer)
+    if getattr(cls, "state_dict", None) is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer):
+        return False
+    return not any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
+
+
+def _groups_of(optimizer: Any) -> tuple[list[int], bytes]:
+    """How many parameters each has, and the identities of all."""
     groups = [group["params"] for group in optimizer.param_groups]
-    parameters = identities(list(_chained(groups)))
-    now = OptimizerPrint(cls, list(map(len, groups)), parameters, identities(keys), states)
-    return None if seen is not None and now != seen else (now, values)
+    return list(map(len, groups)), identities(list(_chained(groups)))

@@ -17,21 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import Parameter
 
-from stepwell.native._objects import numbers
+from stepwell.native._objects import numbers, study_tensors, tensors_again
 from stepwell.state import whereabouts
+from stepwell.state.again import Again
 from stepwell.state.alias import Array
 from stepwell.state.encode import Encoder, Provided, join
-from stepwell.state.hints import NO_HINTS, Hints, of_entries, of_tensors
+from stepwell.state.layouts import PLAIN, tensor_layout
 from stepwell.state.optim import modules_in
 from stepwell.state.plan import Plan
 from stepwell.state.prints import (
     OptimizerPrint,
-    hints_of_module,
+    entries_at_a_glance,
     look_again,
     look_at_module,
     look_at_optimizer,
+    look_at_optimizer_again,
     study_module,
 )
 from stepwell.state.providers import provider_for
@@ -39,9 +40,11 @@ from stepwell.state.structure import Span
 from stepwell.state.values import encode_value
 from stepwell.state.whereabouts import places_of
 
-_PLAIN = frozenset({torch.Tensor, Parameter})
 _POINTER: Any = torch._C.TensorBase.data_ptr
 _Look = tuple[Any, list[Any]]
+#: of each tensor, its version and its storage; see `tensors_again`
+Glance = tuple[bytes, list[Any]] | tuple[None, None]
+NO_GLANCE: Glance = (None, None)
 
 
 class Changed(Exception):
@@ -57,10 +60,9 @@ class _Module:
     node: list[Any]
     seen: Any
     places: list[int]
-    hints: Hints
 
     def recall(self, recall: Recalling, encoder: Encoder, value: torch.nn.Module, name: str) -> list[Any]:
-        tensors = recall.look_again(value, self.seen, self.hints)
+        tensors = recall.look_again(value, self.seen)
         if tensors is None:
             raise Changed
         _add(encoder, _picked(tensors, self.places))
@@ -77,13 +79,13 @@ class _Optimizer:
     seen: OptimizerPrint
     params: list[Any]  # of each group, the node of its parameters
     settings: list[_Settings | None]  # of each group, if they are plain values
-    hints: Hints
+    again: Again[Any, list[Any]]
 
     def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> list[Any]:
-        look = look_at_optimizer(value, self.seen, self.hints)
-        if look is None or not recall.same_names:
+        tensors = look_at_optimizer_again(value, self.seen, self.again)
+        if tensors is None or not recall.same_names:
             raise Changed
-        _add(encoder, look[1])
+        _add(encoder, tensors)
         groups: list[Any] = ["l"]
         known = zip(value.param_groups, self.params, self.settings, strict=True)
         for index, (group, params, seen) in enumerate(known):
@@ -209,11 +211,11 @@ class Recalling:
             raise Changed
         return known.recall(self, encoder, value, name)
 
-    def look_again(self, module: torch.nn.Module, seen: Any, hints: Hints = NO_HINTS) -> list[Any] | None:
+    def look_again(self, module: torch.nn.Module, seen: Any) -> list[Any] | None:
         """As the function, once for each module and fingerprint of it."""
         key = id(module), id(seen)
         if key not in self._again:
-            self._again[key] = look_again(module, seen, hints)
+            self._again[key] = look_again(module, seen)
         return self._again[key]
 
     @property
@@ -287,36 +289,68 @@ class Memory:
     alone: frozenset[int]  # leaves that a walk gives as new objects
     graphs: list[int]  # leaves that keep a graph alive unless they are detached
     addresses: Array  # every snapshot's: not to be changed
-    hints: Hints  # for the tensors
-
-    def addresses_of(self, tensors: list[torch.Tensor]) -> Array | None:
-        """Where they are; `addresses` itself while nothing has moved. None if they are not all tensors with memory."""
-        try:
-            found = numbers(tensors, _POINTER, self.hints)
-        except Exception:  # they have no pointer, are no tensors, or whatever a class of its own raises
-            return None
-        if found == self.addresses.tobytes():
-            return self.addresses
-        return np.frombuffer(found, np.uint64)  # nobody can change it
+    again: Again[list[torch.Tensor], Glance]
 
     def knows(self, encoder: Encoder, spans: Sequence[Span]) -> bool:
-        """Whether the walk has met all that the plan is about, and nothing else."""
-        structure, tensors = self.plan.structure, encoder.tensors
-        if (
-            not _has_names(encoder, structure.names)
-            or spans != structure.spans
-            or encoder.replicated != structure.replicated
-            or sorted(encoder.classes.items()) != structure.subclasses
-        ):
-            return False
+        """Whether the walk has met all that the plan is about, and nothing else, but for the tensors themselves."""
+        structure = self.plan.structure
+        return (
+            _has_names(encoder, structure.names)
+            and spans == structure.spans
+            and encoder.replicated == structure.replicated
+            and sorted(encoder.classes.items()) == structure.subclasses
+        )
+
+    def look_at(self, tensors: list[torch.Tensor]) -> tuple[Array, Glance] | None:
+        """Where they are, `addresses` itself while nothing has moved, and what a glance told; None if they are not the
+        ones that the plan is about."""
+        moved: list[Array] = []
+
+        def closely(tensors: list[torch.Tensor]) -> Glance | None:
+            found = self._addresses_of(tensors)
+            if found is None or not self._are_same(tensors):
+                return None
+            if found == self.addresses.tobytes():
+                return NO_GLANCE
+            moved.append(np.frombuffer(found, np.uint64))  # nobody can change it
+            return None
+
+        glance = self.again.look(tensors, closely)
+        if (glance is None and not moved) or not self._are_where_they_were(tensors):
+            return None
+        return (self.addresses, glance) if glance is not None else (moved[0], NO_GLANCE)
+
+    def _addresses_of(self, tensors: list[torch.Tensor]) -> bytes | None:
         try:
-            if not self.watch.fits(tensors):
-                return False
+            return numbers(tensors, _POINTER)
+        except Exception:  # they have no pointer, are no tensors, or whatever a class of its own raises
+            return None
+
+    def _are_same(self, tensors: list[torch.Tensor]) -> bool:
+        try:
+            return self.watch.fits(tensors)
         except (AttributeError, RuntimeError, TypeError):  # an optimizer's state holds something else now
             return False
-        if whereabouts.stand_in is None:
+
+    def _are_where_they_were(self, tensors: list[torch.Tensor]) -> bool:
+        if whereabouts.stand_in is None:  # a tensor knows its device
             return True
-        return places_of(tensors, list(map(attrgetter("is_cpu"), tensors))) == structure.places
+        return places_of(tensors, list(map(attrgetter("is_cpu"), tensors))) == self.plan.structure.places
+
+
+def tensors_at_a_glance() -> Again[list[torch.Tensor], Glance]:
+    """For `Memory.look_at`."""
+    return Again(_study_tensors, _tensors_again)
+
+
+def _study_tensors(tensors: list[torch.Tensor]) -> bytearray | None:
+    layout = tensor_layout()
+    return None if layout is None else study_tensors(tensors, PLAIN, layout)
+
+
+def _tensors_again(tensors: list[torch.Tensor], record: bytearray) -> Glance | None:
+    layout = tensor_layout()
+    return None if layout is None else tensors_again(tensors, record, layout)
 
 
 def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
@@ -352,11 +386,11 @@ def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
         alone=frozenset(alone),
         graphs=[leaf for leaf, tensor in enumerate(live) if tensor.requires_grad and type(tensor) is torch.Tensor],
         addresses=addresses,
-        hints=of_tensors(live),
+        again=tensors_at_a_glance(),
     )
     recalling = Recalling(memory, encoder.state)
     right = all(_is_right(known, name, recalling, encoder, live) for name, known in objects.items())
-    return memory if right and _PLAIN.issuperset(map(type, live)) else None
+    return memory if right and set(PLAIN).issuperset(map(type, live)) else None
 
 
 def _many(each: Provided) -> _Many | None:
@@ -379,7 +413,7 @@ def _module(
         return None
     places = [place for _, place in order]
     live[each.first : each.stop] = _picked(look[1], places)
-    return _Module(type(each.value), each.first, each.node, look[0], places, hints_of_module(each.value))
+    return _Module(type(each.value), each.first, each.node, look[0], places)
 
 
 def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
@@ -393,7 +427,7 @@ def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
         return None
     params = [node["params"] if type(node) is dict else node[-1] for node in tree["param_groups"][1:]]
     settings = [_Settings.of(*pair) for pair in zip(each.value.param_groups, tree["param_groups"][1:], strict=True)]
-    return _Optimizer(type(each.value), each.first, each.node, seen, params, settings, of_entries(each.value.state))
+    return _Optimizer(type(each.value), each.first, each.node, seen, params, settings, entries_at_a_glance())
 
 
 def _is_right(

@@ -13,8 +13,6 @@ import pytest
 
 from stepwell.native._objects import entries, identities, look, numbers, put_together, untracked
 
-NO_HINTS = b"", 1
-
 
 class Thing:
     def __init__(self, **inner: Any) -> None:
@@ -28,7 +26,7 @@ class Other(Thing):
 
 
 def asked(root: object, levels_max: int = 5, known: list[Any] | None = None) -> Any:
-    return look(root, levels_max, "inner", ("held",), ("noted",), ("own",), NO_HINTS, known)
+    return look(root, levels_max, "inner", ("held",), ("noted",), ("own",), known)
 
 
 def _tree() -> Thing:
@@ -99,10 +97,10 @@ def test_attributes_of_other_kinds_are_told(name: str, value: Any) -> None:
 
 def test_entries_of_dicts_in_a_dict() -> None:
     outer: Any = defaultdict(dict, {"k": {"a": 1, "b": None}, "l": {}})
-    assert entries(outer, NO_HINTS, None) == ([2, "a", "b", None, 0], ["k", "l"], [1, None])
+    assert entries(outer, None) == ([2, "a", "b", None, 0], ["k", "l"], [1, None])
     for odd in ({"k": 3}, {"k": OrderedDict(a=1)}, {"k": {1: 2}}):
-        assert entries(odd, NO_HINTS, None) is None
-    assert entries([], NO_HINTS, None) is None  # type: ignore[arg-type]
+        assert entries(odd, None) is None
+    assert entries([], None) is None  # type: ignore[arg-type]
 
 
 def test_identities_are_equal_for_the_same_objects_in_the_same_order() -> None:
@@ -120,26 +118,26 @@ def test_identities_are_equal_for_the_same_objects_in_the_same_order() -> None:
 
 def test_entries_are_compared_with_a_known_trace() -> None:
     outer: Any = {"k": {"a": 1, "b": None}, "l": {"c": 2}}
-    known: Any = entries(outer, NO_HINTS, None)
-    assert entries(outer, NO_HINTS, known[0]) == known
+    known: Any = entries(outer, None)
+    assert entries(outer, known[0]) == known
     for other in (
         {"k": {"a": 1, "b": None}},
         {**outer, "m": {}},
         {**outer, "l": {"d": 2}},
         {**outer, "l": {"c": None}},
     ):
-        assert entries(other, NO_HINTS, known[0]) is None
+        assert entries(other, known[0]) is None
     with pytest.raises(TypeError, match="a trace"):
-        entries(outer, NO_HINTS, ())  # type: ignore[arg-type]
+        entries(outer, ())  # type: ignore[arg-type]
 
 
 def test_numbers_of_attributes_and_methods() -> None:
     values = [3, -5, 2**40, True]
-    assert _signed(numbers(values, int.real, NO_HINTS)) == values
-    assert _signed(numbers(tuple(values), int.bit_length, NO_HINTS)) == [each.bit_length() for each in values]
-    assert _signed(numbers([1.0, 2.5], float.__int__, NO_HINTS)) == [1, 2]
-    assert numbers([], int.real, NO_HINTS) == b""
-    assert numbers([2**64 + 7], int.real, NO_HINTS) == (7).to_bytes(8, sys.byteorder)
+    assert _signed(numbers(values, int.real)) == values
+    assert _signed(numbers(tuple(values), int.bit_length)) == [each.bit_length() for each in values]
+    assert _signed(numbers([1.0, 2.5], float.__int__)) == [1, 2]
+    assert numbers([], int.real) == b""
+    assert numbers([2**64 + 7], int.real) == (7).to_bytes(8, sys.byteorder)
 
 
 def _signed(words: bytes) -> list[int]:
@@ -153,7 +151,7 @@ def _signed(words: bytes) -> list[int]:
 )
 def test_numbers_of_what_has_none(objects: Any, question: Any) -> None:
     with pytest.raises(TypeError):
-        numbers(objects, question, NO_HINTS)
+        numbers(objects, question)
 
 
 class Refusing:
@@ -162,17 +160,7 @@ class Refusing:
 
 def test_what_asking_raises_comes_through() -> None:
     with pytest.raises(AttributeError):
-        numbers([Refusing()], Refusing.number, NO_HINTS)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("each", [-1, 0, 1, 3, 1000])
-def test_hints_may_say_anything(each: int) -> None:
-    words = np.arange(0, 2**63, 2**63 // 91, dtype=np.uint64).tobytes()
-    root, outer = _tree(), {str(number): {"a": number} for number in range(40)}
-    found: Any = look(root, 5, "inner", ("held",), ("noted",), ("own",), (words, each), None)
-    assert found == asked(root)
-    assert entries(outer, (words, each), None) == entries(outer, NO_HINTS, None)
-    assert _signed(numbers([*range(40)], int.real, (words, each))) == [*range(40)]
+        numbers([Refusing()], Refusing.number)  # type: ignore[attr-defined]
 
 
 def test_pieces_are_put_together() -> None:
