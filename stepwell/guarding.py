@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from stepwell.state.optim import modules_in
 from stepwell.state.plan import Plan
 from stepwell.state.whereabouts import HOST
 
+_params = itemgetter("params")
 #: what `guard` takes
 Guarded = torch.optim.Optimizer | torch.nn.Module | torch.Tensor
 
@@ -98,7 +100,7 @@ class Guard:
     def signature(self) -> tuple[int, ...]:
         """Differs when tensors may have come or gone; costs next to nothing."""
         return tuple(
-            len(each.state) + sum(len(group["params"]) for group in each.param_groups)
+            len(each.state) + sum(map(len, map(_params, each.param_groups)))
             for each in self._what
             if isinstance(each, torch.optim.Optimizer)
         )

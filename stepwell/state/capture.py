@@ -109,7 +109,7 @@ def capture(
     Raises StateError, naming the key, if anything in it cannot be saved. plans: keeps the plan for the next
     capture of the same structure.
     """
-    if not isinstance(state, Mapping):
+    if type(state) is not dict and not isinstance(state, Mapping):
         raise StateError(f"The state is a {type(state).__qualname__}", todo="Give a dict: part name -> value")
     with paused():
         return _capture(state, rank, world, plans if plans is not None else PlanCache(), header_split_bytes)
@@ -160,8 +160,9 @@ def _recalled(state: Mapping[Any, Any], parts: Sequence[str], recall: Recalling,
         plan, again = plans.plan(structure, aliases), tensors_at_a_glance()
         now = replace(memory, plan=plan, addresses=addresses, again=again)
     plans.recalled(memory, now)
-    made = encoder.made  # few: the walk makes none of the tensors that it recalls
-    live = frozenset(span.part for span in spans if not any(span.first <= leaf < span.stop for leaf in made))
+    live = frozenset(parts)
+    for leaf in encoder.made:  # few: the walk makes none of the tensors that it recalls
+        live -= {span.part for span in spans if span.first <= leaf < span.stop}
     return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs, live, glance)
 
 

@@ -32,7 +32,6 @@ from stepwell.state.modules import HOOKS, METHODS, has_own_methods, methods_of, 
 
 #: a module inside modules; deeper ones, and those inside themselves, are walked over each time
 _LEVELS_MAX = 100
-_OPTIMIZER_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _inside: Any = attrgetter("__dict__")
 _modules: Any = itemgetter("_modules")
 _HELD, _NOTED = ("_parameters", "_buffers"), ("_non_persistent_buffers_set", *HOOKS)
@@ -257,10 +256,13 @@ def _saves_as_usual(optimizer: Any) -> bool:
     cls = type(optimizer)
     if getattr(cls, "state_dict", None) is not torch.optim.Optimizer.state_dict or "state_dict" in vars(optimizer):
         return False
-    return not any(getattr(optimizer, hooks, None) for hooks in _OPTIMIZER_HOOKS)
+    return not (
+        getattr(optimizer, "_optimizer_state_dict_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    )
 
 
 def _groups_of(optimizer: Any) -> tuple[list[int], bytes]:
     """How many parameters each has, and the identities of all."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    return list(map(len, groups)), identities(list(_chained(groups)))
+    groups = list(map(itemgetter("params"), optimizer.param_groups))
+    return list(map(len, groups)), identities(list(chain.from_iterable(groups)))

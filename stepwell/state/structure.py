@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ class Span:
     part: str
     first: int
     stop: int
+
+
+_part = attrgetter("part")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Structure:
         """Whether it may be the structure of such a state, by what is known before a walk."""
         if (self.rank, self.world, self.header_split_bytes) != (rank, world, header_split_bytes):
             return False
-        return [span.part for span in self.spans] == parts
+        return list(map(_part, self.spans)) == parts
 
     @cached_property
     def widths(self) -> Array:
