@@ -19,10 +19,11 @@ from stepwell.state.cache import PlanCache
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
 from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, ShardPlan
-from stepwell.state.recall import NO_GLANCE, Changed, Glance, Recalling, remember, tensors_at_a_glance
+from stepwell.state.recall import Changed, Recalling, remember
 from stepwell.state.skeleton import part_names
 from stepwell.state.source import ShardSource, clone
 from stepwell.state.structure import Span, Structure
+from stepwell.state.watch import NO_GLANCE, Glance, tensors_at_a_glance
 from stepwell.state.whereabouts import HOST, places_of
 
 _Tensor: Any = torch._C.TensorBase  # its methods and attributes, through map(), are the fastest way to ask a tensor

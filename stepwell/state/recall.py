@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from stepwell.native._objects import numbers, study_tensors, tensors_again
+from stepwell.native._objects import numbers
 from stepwell.state import whereabouts
 from stepwell.state.again import Again
 from stepwell.state.alias import Array
 from stepwell.state.encode import Encoder, Provided, join
-from stepwell.state.layouts import PLAIN, tensor_layout
+from stepwell.state.layouts import PLAIN
 from stepwell.state.optim import modules_in
 from stepwell.state.plan import Plan
 from stepwell.state.prints import (
@@ -38,13 +38,11 @@ from stepwell.state.prints import (
 from stepwell.state.providers import provider_for
 from stepwell.state.structure import Span
 from stepwell.state.values import encode_value
+from stepwell.state.watch import NO_GLANCE, Glance, Watch, picked, tensors_at_a_glance
 from stepwell.state.whereabouts import places_of
 
 _POINTER: Any = torch._C.TensorBase.data_ptr
 _Look = tuple[Any, list[Any]]
-#: of each tensor, its version and its storage; see `tensors_again`
-Glance = tuple[bytes, list[Any]] | tuple[None, None]
-NO_GLANCE: Glance = (None, None)
 
 
 class Changed(Exception):
@@ -65,7 +63,7 @@ class _Module:
         tensors = recall.look_again(value, self.seen)
         if tensors is None:
             raise Changed
-        _add(encoder, _picked(tensors, self.places))
+        _add(encoder, picked(tensors, self.places))
         return self.node
 
 
@@ -230,54 +228,6 @@ class Recalling:
         return self._same_names
 
 
-class Watch:
-    """Knows of tensors all that a plan depends on: class, dtype, shape, strides, device, requires_grad, and whether
-    they are conjugated or negated. Holds none of them."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        first: dict[int, int] = {}
-        for at, tensor in enumerate(tensors):
-            first.setdefault(id(tensor), at)
-        self._places = list(first.values())
-        self._repeats = [(at, first[id(tensor)]) for at, tensor in enumerate(tensors) if first[id(tensor)] != at]
-        self._kinds: Any = None
-        self._check = self._checker(_picked(tensors, self._places))
-
-    def _checker(self, tensors: Sequence[torch.Tensor]) -> Any:
-        sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-        try:  # what torch.compile uses; it asks all in one call, which takes 60 ns a tensor
-            guards: Any = torch._C._dynamo.guards
-            with torch.enable_grad():
-                return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        except (AttributeError, TypeError, RuntimeError, SystemError):  # another torch has it otherwise, or not at all
-            self._kinds = _kinds(tensors)
-            return lambda *now: _kinds(now) == self._kinds
-
-    def fits(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these are the same, one by one, and the same object wherever two were."""
-        if len(tensors) != len(self._places) + len(self._repeats):
-            return False
-        if not torch.is_grad_enabled():  # requires_grad would count for nothing
-            with torch.enable_grad():
-                return self._are_same(tensors)
-        return self._are_same(tensors)
-
-    def _are_same(self, tensors: list[torch.Tensor]) -> bool:
-        if not self._repeats:
-            return bool(self._check(*tensors))
-        return all(tensors[at] is tensors[of] for at, of in self._repeats) and bool(
-            self._check(*_picked(tensors, self._places))
-        )
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    asked = attrgetter("dtype", "shape", "requires_grad", "device", "layout")
-    methods = (torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
-    return [len(set(map(id, tensors))), list(map(type, tensors)), list(map(asked, tensors))] + [
-        list(map(method, tensors)) for method in methods
-    ]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """What a capture leaves behind for the next one."""
@@ -336,21 +286,6 @@ class Memory:
         if whereabouts.stand_in is None:  # a tensor knows its device
             return True
         return places_of(tensors, list(map(attrgetter("is_cpu"), tensors))) == self.plan.structure.places
-
-
-def tensors_at_a_glance() -> Again[list[torch.Tensor], Glance]:
-    """For `Memory.look_at`."""
-    return Again(_study_tensors, _tensors_again)
-
-
-def _study_tensors(tensors: list[torch.Tensor]) -> bytearray | None:
-    layout = tensor_layout()
-    return None if layout is None else study_tensors(tensors, PLAIN, layout)
-
-
-def _tensors_again(tensors: list[torch.Tensor], record: bytearray) -> Glance | None:
-    layout = tensor_layout()
-    return None if layout is None else tensors_again(tensors, record, layout)
 
 
 def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
@@ -412,7 +347,7 @@ def _module(
     if [join(each.name, name) for name, _ in order] != names:
         return None
     places = [place for _, place in order]
-    live[each.first : each.stop] = _picked(look[1], places)
+    live[each.first : each.stop] = picked(look[1], places)
     return _Module(type(each.value), each.first, each.node, look[0], places)
 
 
@@ -444,9 +379,3 @@ def _is_right(
     if node != each.node or len(probe.tensors) != each.stop:
         return False
     return _has_names(probe, walked.names[: each.stop]) and all(map(is_, probe.tensors, live))
-
-
-def _picked(items: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    if len(places) == 1:
-        return [items[places[0]]]
-    return itemgetter(*places)(items) if places else []

@@ -132,7 +132,9 @@ def test_owners_killed_at_any_moment_serve_no_wrong_byte_and_the_next_one_goes_o
         assert owner.first["owned"]
         assert client.answer()["good"]
     assert client.load()["good"] and owner.load()["good"]
-    assert client.ask("linked") == {"linked": True}
+    until = time.monotonic() + 30
+    while not client.ask("linked")["linked"]:  # it may just be trying to reach the new one again
+        assert time.monotonic() < until
     client.end()
     owner.end()
     [left] = _shm.arenas(processes.memory)

@@ -193,7 +193,7 @@ def test_tensors_of_more_dimensions_are_seen_to_change_or_are_not_recorded(what:
 # -- what is not proven -------------------------------------------------------------------------------
 
 
-TENSORS, DICTS = "stepwell.state.recall.tensor_layout", "stepwell.state.prints.dict_version_at"
+TENSORS, DICTS = "stepwell.state.watch.tensor_layout", "stepwell.state.prints.dict_version_at"
 
 
 @pytest.mark.parametrize("unknown", [[], [TENSORS], [DICTS], [TENSORS, DICTS]], ids=str)

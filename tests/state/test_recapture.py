@@ -20,6 +20,7 @@ from stepwell.state import PlanCache, Snapshot, capture, recall
 from stepwell.state.cache import UNUSED_MAX
 from stepwell.state.modules import ModuleProvider
 from stepwell.state.optim import OptimizerProvider
+from stepwell.state.watch import Watch
 from tests.state.changes import CHANGES, Change, Odd, Other, make_state, modules_of, stepped
 from tests.state.memory import files_of
 from tests.state.standing import standing
@@ -357,7 +358,7 @@ def test_memory_that_a_tensor_gives_up_is_held_until_it_is_copied() -> None:
 def test_objects_that_are_new_each_time_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
 
-    class Counted(recall.Watch):
+    class Counted(Watch):
         def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
             made.append(self)
             super().__init__(tensors)
