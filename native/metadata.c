@@ -4,6 +4,8 @@
 #include <malloc.h>
 #include "objects.h"
 
+enum { DIMENSIONS_MAX = 5 }; /* of more, torch keeps shape and strides elsewhere */
+
 /* Where what lies, in bytes from the begin of: the Python object; torch's object; its storage; its counter. */
 typedef struct layout {
     Py_ssize_t torch_at, size, storage_at, data_at, version_at, counter_at, gradients_at;
@@ -15,7 +17,6 @@ typedef struct layout {
 /* Of each tensor: the object, its class, torch's object, whether it requires gradients, where its data are, and Python's
  * object for its storage, which is not looked at; and then torch's object as it is, of which the second word counts
  * references. */
-enum { DIMENSIONS_MAX = 5 }; /* of more, torch keeps shape and strides elsewhere */
 enum { TENSOR, TENSOR_CLASS, TORCH, GRADIENTS, DATA, STORAGE, INSIDE, COUNTS = 1 };
 
 static int parse_layout(PyObject *given, layout *of)

@@ -88,7 +88,8 @@ def _study_modules(root: torch.nn.Module) -> bytearray | None:
 
 def _modules_again(root: torch.nn.Module, record: bytearray) -> Lists | None:
     version_at = dict_version_at()
-    return None if version_at is None else modules_again(root, record, *_ASKED, version_at)
+    assert version_at is not None, "there is a record"
+    return modules_again(root, record, *_ASKED, version_at)
 
 
 def _ways_of(classes: Iterable[type]) -> list[Any]:
@@ -249,7 +250,8 @@ def _study_entries(state: Any) -> bytearray | None:
 
 def _entries_again(state: Any, record: bytearray) -> list[Any] | None:
     version_at = dict_version_at()
-    return None if version_at is None else entries_again(state, record, version_at)
+    assert version_at is not None, "there is a record"
+    return entries_again(state, record, version_at)
 
 
 def _saves_as_usual(optimizer: Any) -> bool:

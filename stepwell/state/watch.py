@@ -84,4 +84,5 @@ def _study_tensors(tensors: list[torch.Tensor]) -> bytearray | None:
 
 def _tensors_again(tensors: list[torch.Tensor], record: bytearray) -> Glance | None:
     layout = tensor_layout()
-    return None if layout is None else tensors_again(tensors, record, layout)
+    assert layout is not None, "there is a record"
+    return tensors_again(tensors, record, layout)
