@@ -43,6 +43,12 @@ class Deleter:
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.freed = asyncio.Event()  # something was: whoever waits for room clears it before it looks
+        self.times_freed = 0  # whoever was refused room sees by it whether there may be some meanwhile
+
+    def note_freed(self) -> None:
+        """Something was freed on a tier, or will be without anybody's doing."""
+        self.times_freed += 1
+        self.freed.set()
 
     def grace_s(self, tier: Tier) -> float:
         """How long a deleted copy's files stay on a tier."""
@@ -62,7 +68,7 @@ class Deleter:
         if manifest is None or self.grace_s(tier) <= 0:
             await tier.drop([CheckpointKey(chain.run, attempt.folder)])
             self.events.add("deleted", attempt, tier.info.name, reason)
-            self.freed.set()
+            self.note_freed()
             return
         await tier.commit(self._marker(attempt), encode(Deleted(reason=reason, made=chain.clock.wall())))
         await self._owner.writership.require(tier, attempt.step)
@@ -127,7 +133,7 @@ class Deleter:
             await self._free(*copy)
             if not any(tier == copy[1] for _, tier in self._deleted_at):
                 self._hurried.discard(copy[1])
-            self.freed.set()
+            self.note_freed()
         self._worker = None
 
     async def _pause(self, seconds: float) -> None:

@@ -50,7 +50,7 @@ class Room:
         if pressure == "newest-wins":
             await self._steering.on(Pressure(tier.info.name))
         if self._deleter.hurry(tier) is None and not await self.may_free(tier):
-            return False
+            return freed.is_set()  # what was going when it was looked for may be gone by now
         waiting = asyncio.ensure_future(freed.wait())
         sleeping = asyncio.ensure_future(self._chain.clock.sleep(min(patience_s, AGAIN_S)))
         try:

@@ -24,6 +24,7 @@ class SaveRoom:
         #: waits until room was freed on a tier, at most so long; False if there is nothing to wait for
         self.make_room: Callable[[Tier, float], Awaitable[bool]]
         self.may_free: Callable[[Tier], Awaitable[bool]]
+        self.times_freed: Callable[[], int]  # how often something has been freed, on any tier
         #: lets go of a checkpoint in memory alone that a newer one has made superfluous; False: there is none
         self.let_older_go: Callable[[], Awaitable[bool]] = _never
         self.may_hold = False  # whether policies may keep a checkpoint from the first storage tier
@@ -49,10 +50,13 @@ class SaveRoom:
         chain = self._chain
         until = order.began + chain.settings.block_timeout
         while True:
+            freed = self.times_freed()
             try:
                 return await reserve(chain.first, sizes)
             except TierFull as error:
                 left = until - chain.clock.monotonic()
+                if self.times_freed() != freed and left > 0:
+                    continue  # the tier may have looked before that
                 if self._skips(order) and await self.may_free(chain.first):
                     raise SaveSkipped(f"on_pressure = 'skip': {error.what}", todo=_SKIPPED, step=order.step) from error
                 if left <= 0 or not await self.make_room(chain.first, left):

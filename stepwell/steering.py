@@ -65,6 +65,7 @@ class Steering:
         self.bring: Bring | None = None
         self._bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (checkpoint, tier) of prefetches under way
         self._idle: set[str] = set()
+        self._deciding: set[asyncio.Task[list[Goal]]] = set()
         for tier in (chain.host, chain.gpu):
             if tier is not None:
                 tier.on_uncommitted = partial(self._evicted, tier)
@@ -82,6 +83,12 @@ class Steering:
                 if made:  # each move is judged by what those before it have changed
                     view = self.views.now()
         return goals
+
+    def soon(self, event: Event) -> None:
+        """As `on`, without waiting for what it comes to."""
+        deciding = self._keep(self.on(event))
+        self._deciding.add(deciding)
+        deciding.add_done_callback(self._deciding.discard)
 
     @property
     def looks_ahead(self) -> bool:
@@ -252,6 +259,8 @@ class Steering:
     async def may_free(self, tier: Tier) -> bool:
         """Whether policies would let something go on `tier` as soon as promises allow it, or it is going already."""
         name = tier.info.name
+        if self._deciding:  # a flush that is done is promised no more, and what may go by it has not begun to
+            await asyncio.wait(self._deciding)
         if any(there == name for _, there in self.busy):
             return True
         view = await self.views.look()

@@ -69,6 +69,7 @@ class RunWriter:
         self.steering.views.saving = lambda: bool(self.saver.under_way)
         self.events.outlook = self.steering.outlook
         self.saver.room.make_room, self.saver.room.may_free = room.make, room.may_free
+        self.saver.room.times_freed = lambda: self.deleter.times_freed
         for flusher in self.flushers.values():
             flusher.on_done = self._goal_done
             flusher.on_failed = partial(self._tried, flusher)
@@ -308,7 +309,7 @@ class RunWriter:
         if manifest is not None:
             took = self._chain.clock.monotonic() - began
             self.events.add("flushed", goal.attempt, tier.info.name, size_bytes=manifest.size, seconds=took)
-            self._keep(self.steering.on(Committed(goal.attempt.folder, tier.info.name)))
+            self.steering.soon(Committed(goal.attempt.folder, tier.info.name))
 
     def _tried(self, flusher: Flusher, goal: Goal, error: StepwellError) -> None:
         self.events.add("failed", goal.attempt, flusher.tier.info.name, str(error))
@@ -331,7 +332,7 @@ class RunWriter:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.saver.holding.discard(self._saving.pop(task))
-        self.deleter.freed.set()  # or it will be, by what this save has made superfluous
+        self.deleter.note_freed()  # or it will be, by what this save has made superfluous
         self._tidy_memory()
 
     def _tidy_memory(self) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 import stepwell
-from stepwell.policies.base import Policy
+from stepwell.policies.base import Policy, View
 from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
 from stepwell.policies.retain import Retain
 from stepwell.runtime import Runtime
 from stepwell.settings import Settings
 from stepwell.store import CheckpointStore
+from stepwell.tiers.base import Refused, Reservation, ShardKey
 from stepwell.tiers.file import FileTier
-from stepwell.tiers.wrap import Fault, Faulty
+from stepwell.tiers.wrap import Fault, Faulty, Wrapper
 from tests.store.helpers import ALWAYS, disk, eventually, host, release, state, steps
 
 SIZE = 500_000  # numbers of a state: 4 MB
@@ -48,6 +51,67 @@ def release_later(far: Faulty) -> None:
     import threading
 
     threading.Timer(0.3, release, [far]).start()
+
+
+class Behind(Wrapper):
+    """Says that there is no room when that is not true any more."""
+
+    meanwhile: Callable[[], Awaitable[None]]
+
+    async def reserve(self, shard: ShardKey, size_bytes: int, *, resume: bool = False) -> Reservation | Refused:
+        answer = await self.tier.reserve(shard, size_bytes, resume=resume)
+        if isinstance(answer, Refused):
+            await self.meanwhile()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("pressure", "moment"),
+    [
+        ("block", "gone"),
+        ("skip", "gone"),
+        ("newest-wins", "gone"),
+        ("block", "undecided"),
+        ("newest-wins", "undecided"),
+    ],
+)
+def test_room_that_comes_while_there_is_said_to_be_none_is_taken(
+    tmp_path: Path, pressure: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = disk(tmp_path, [Fault("write", 1, "stall", times=ALWAYS)], name="far")
+    (tmp_path / "near").mkdir()
+    near = Behind(FileTier(tmp_path / "near", name="near", capacity_bytes=ROOM))
+    policies: list[Policy] = [FlushRule("far"), FlushNewest("far"), Retain("near", last=1)]
+    with CheckpointStore("run", [near, far], "w", Settings(on_pressure=pressure), policies) as store:
+
+        async def until(there: Callable[[], bool]) -> None:
+            while not there():
+                await asyncio.sleep(0.001)
+
+        def on_near() -> list[int]:
+            held = store.catalog.holdings.items()
+            return [attempt.step for attempt, copies in held if any(copy.tier is near for copy in copies)]
+
+        async def meanwhile() -> None:
+            release(far)
+            if moment == "gone":
+                await until(lambda: on_near() == [2] and not store._writer.busy)
+                return
+            look = store._writer.steering.views.look
+
+            async def late() -> View:
+                await asyncio.sleep(0.1)
+                return await look()
+
+            monkeypatch.setattr(store._writer.steering.views, "look", late)
+            await until(lambda: not store._writer.flushers["far"].goals)
+
+        near.meanwhile = meanwhile
+        store.save(1, state(1, SIZE)).wait("near")
+        store.save(2, state(2, SIZE)).wait("near")
+        eventually(lambda: bool(far.hit))
+        store.save(3, state(3, SIZE)).wait("near")
+        assert store.status().saves_skipped == store.status().saves_failed == 0
 
 
 def test_block_gives_up_in_the_end_and_says_why(tmp_path: Path) -> None:
