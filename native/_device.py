@@ -71,8 +71,9 @@ class DeviceEngine(Engine):
     def mark(self, stream: int) -> Mark:
         """The point that `stream` (a CUstream; 0: the default one) has come to in the caller's order: jobs with this
         mark start after all that was put on the stream before. Costs the caller one record of an event."""
-        out = ffi.new("sw_event **")
-        self._check(lambda cuda: lib.sw_cuda_mark(cuda, stream, out), "marking a stream")
+        cuda, out = self._context(), ffi.new("sw_event **")
+        if (result := lib.sw_cuda_mark(cuda, stream, out)) < 0:
+            raise self._refusal(cuda, result, "marking a stream")
         return Mark(out[0])
 
     def release(self, latch: Latch, stream: int) -> bool:
@@ -174,9 +175,11 @@ class DeviceEngine(Engine):
     def _check(self, call: Callable[[Any], int], what: str, wrong: str = "") -> int:
         """wrong: what it means when not the driver refuses an address."""
         cuda = self._context()
-        result = call(cuda)
-        if result >= 0:
-            return result
+        if (result := call(cuda)) < 0:
+            raise self._refusal(cuda, result, what, wrong)
+        return result
+
+    def _refusal(self, cuda: Any, result: int, what: str, wrong: str = "") -> OSError:
         text = ffi.new("char[]", TEXT_BYTES)
         lib.sw_cuda_error(cuda, text, TEXT_BYTES)
         words = ffi.string(text).decode() or os.strerror(-result)
@@ -184,4 +187,4 @@ class DeviceEngine(Engine):
             words = wrong or words
         if result == -errno.EBUSY:
             words += " (the stream is being captured into a graph)"
-        raise OSError(-result, f"{what} of device {self.device}: {words}")
+        return OSError(-result, f"{what} of device {self.device}: {words}")

@@ -47,6 +47,7 @@ from stepwell.writer import RunWriter
 
 T = TypeVar("T")
 DRAIN_GRACE_S = 5.0  # on top of the limit that the loop keeps: an answer that does not come then never comes
+SAVES_KEPT = 16  # before it is looked which of them are settled: that takes a lock for each tier of each one
 SKIP_S = 1.0  # how long a loop that is busy may take to note that a save was given up
 log = logging.getLogger("stepwell")
 
@@ -80,7 +81,7 @@ class CheckpointStore(Warming):
         self._restores = 0
         self._line = Line(run)
         self._origin: Origin | None = None
-        self._saves: list[Save] = []  # those that were not settled at the last look, and the newest
+        self._saves: list[Save] = []  # those that were not settled at the last look, and newer ones
         self._ordering = threading.RLock()  # saves of several threads get their numbers one after the other
         self._record = SaveRecord(self._clock, settings.max_unsaved)
         self._trace = Trace(run, settings.trace)
@@ -174,7 +175,9 @@ class CheckpointStore(Warming):
 
     def _begin(self, save: Save) -> None:
         """Whatever interrupts this between two lines: `_leave` puts it right."""
-        self._saves = [s for s in self._saves if not s.settled] + [save]
+        if len(self._saves) > SAVES_KEPT:
+            self._saves = [each for each in self._saves if not each.settled]
+        self._saves = [*self._saves, save]
         self._line.go_on(save.step)
         self._record.began(save)
         self.ending.newest = save

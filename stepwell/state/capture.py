@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,17 +14,16 @@ import numpy as np
 import torch
 
 from stepwell.errors import StateError
-from stepwell.format.collecting import paused
 from stepwell.state.alias import Array, find_aliases
 from stepwell.state.cache import PlanCache
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
 from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, ShardPlan
-from stepwell.state.recall import Changed, Recalling, remember
+from stepwell.state.recall import Changed, Memory, Recalling, remember
 from stepwell.state.skeleton import part_names
 from stepwell.state.source import ShardSource, clone
 from stepwell.state.structure import Span, Structure
-from stepwell.state.watch import NO_GLANCE, Glance, tensors_at_a_glance
+from stepwell.state.watch import NO_GLANCE, Glance
 from stepwell.state.whereabouts import HOST, places_of
 
 _Tensor: Any = torch._C.TensorBase  # its methods and attributes, through map(), are the fastest way to ask a tensor
@@ -112,15 +112,20 @@ def capture(
     """
     if type(state) is not dict and not isinstance(state, Mapping):
         raise StateError(f"The state is a {type(state).__qualname__}", todo="Give a dict: part name -> value")
-    with paused():
+    collects = gc.isenabled()
+    try:
+        gc.disable()  # see `paused`, which is half a dozen calls: a training loop waits for them
         return _capture(state, rank, world, plans if plans is not None else PlanCache(), header_split_bytes)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, header_split_bytes: int) -> Snapshot:
     parts = part_names(state)
     for memory in reversed(plans.memories):
         if memory.plan.structure.is_of(rank, world, header_split_bytes, parts):
-            found = _recalled(state, parts, Recalling(memory, state), plans)
+            found = _recalled(state, parts, memory, plans)
             if found is not None:
                 return found
     encoder, tree, spans = _walk(state, parts, careful=False)
@@ -142,15 +147,21 @@ def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, 
     return _snapshot(plan, tree, addresses, encoder.tensors, graphs)
 
 
-def _recalled(state: Mapping[Any, Any], parts: Sequence[str], recall: Recalling, plans: PlanCache) -> Snapshot | None:
+def _recalled(state: Mapping[Any, Any], parts: Sequence[str], memory: Memory, plans: PlanCache) -> Snapshot | None:
     """The capture of a state that is the one that the memory is about, up to values; None if it is another one."""
-    memory = recall.memory
-    try:
-        encoder, tree, spans = _walk(state, parts, careful=False, recall=recall)
-    except Changed:
-        return None
-    tensors = encoder.tensors
-    look = memory.look_at(tensors) if memory.knows(encoder, spans) else None
+    met, live = memory.all_of(state), frozenset(parts)
+    if met is None:
+        try:
+            encoder, tree, spans = _walk(state, parts, careful=False, recall=Recalling(memory, state))
+        except Changed:
+            return None
+        if not memory.knows(encoder, spans):
+            return None
+        for leaf in encoder.made:  # few: the walk makes none of the tensors that it recalls
+            live -= {span.part for span in spans if span.first <= leaf < span.stop}
+        met = tree, encoder.tensors
+    tree, tensors = met
+    look = memory.look_at(tensors)
     if look is None:
         return None
     addresses, glance = look
@@ -158,12 +169,9 @@ def _recalled(state: Mapping[Any, Any], parts: Sequence[str], recall: Recalling,
     if addresses is not memory.addresses:
         structure = memory.plan.structure
         aliases = find_aliases(tensors, addresses, structure.extents, structure.places, memory.alone)
-        plan, again = plans.plan(structure, aliases), tensors_at_a_glance()
-        now = replace(memory, plan=plan, addresses=addresses, again=again)
+        plan = plans.plan(structure, aliases)
+        now = replace(memory, plan=plan, addresses=addresses, again=memory.again.anew())
     plans.recalled(memory, now)
-    live = frozenset(parts)
-    for leaf in encoder.made:  # few: the walk makes none of the tensors that it recalls
-        live -= {span.part for span in spans if span.first <= leaf < span.stop}
     return _snapshot(now.plan, tree, now.addresses, tensors, memory.graphs, live, glance)
 
 

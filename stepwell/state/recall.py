@@ -10,7 +10,7 @@ their addresses. A memory refers to no tensor and no module, so that it keeps no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -43,6 +43,7 @@ from stepwell.state.whereabouts import places_of
 
 _POINTER: Any = torch._C.TensorBase.data_ptr
 _Look = tuple[Any, list[Any]]
+_Met = tuple[list[Any], Sequence[torch.Tensor]]  # an object's node, and its tensors
 
 
 class Changed(Exception):
@@ -66,6 +67,10 @@ class _Module:
         _add(encoder, picked(tensors, self.places))
         return self.node
 
+    def at_once(self, value: torch.nn.Module) -> _Met | None:
+        tensors = look_again(value, self.seen)
+        return None if tensors is None else (self.node, picked(tensors, self.places))
+
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
@@ -84,19 +89,37 @@ class _Optimizer:
         if tensors is None or not recall.same_names:
             raise Changed
         _add(encoder, tensors)
-        groups: list[Any] = ["l"]
-        known = zip(value.param_groups, self.params, self.settings, strict=True)
-        for index, (group, params, seen) in enumerate(known):
+        nodes = self._settings_of(value, lambda group, name_: encoder.encode(group, join(name, name_)))
+        assert nodes is not None, "what is not known is encoded"
+        return self._node_with(nodes)
+
+    def at_once(self, value: Any) -> _Met | None:
+        """None, too, if its settings must be encoded."""
+        tensors = look_at_optimizer_again(value, self.seen, self.again)
+        nodes = None if tensors is None else self._settings_of(value, None)
+        return None if tensors is None or nodes is None else (self._node_with(nodes), tensors)
+
+    def _settings_of(self, value: Any, encode: Callable[[dict[Any, Any], str], Any] | None) -> list[Any] | None:
+        """The node of each group's settings; None if some must be encoded, and cannot be."""
+        nodes = []
+        for index, (group, seen) in enumerate(zip(value.param_groups, self.settings, strict=True)):
             settings = {key: item for key, item in group.items() if key != "params"}
             node: Any = None if seen is None else seen.node_of(settings)
             if node is None:
-                node = encoder.encode(settings, join(name, f"param_groups.{index}"))
+                if encode is None:
+                    return None
+                node = encode(settings, f"param_groups.{index}")
+            nodes.append(node)
+        return nodes
+
+    def _node_with(self, settings: list[Any]) -> list[Any]:
+        """settings: of each group, their node, which becomes the group's."""
+        for node, params in zip(settings, self.params, strict=True):
             if type(node) is dict:
                 node["params"] = params
             else:
                 node += ["params", params]
-            groups.append(node)
-        return [*self.node[:3], {"state": self.node[3]["state"], "param_groups": groups}]
+        return [*self.node[:3], {"state": self.node[3]["state"], "param_groups": ["l", *settings]}]
 
 
 _STRINGS = frozenset({str})
@@ -174,6 +197,14 @@ def _has_names(encoder: Encoder, names: list[str]) -> bool:
     return len(encoder.names) == len(names)
 
 
+def _is_part(known: _Module | _Optimizer, key: Any, value: Any, name: str) -> bool:
+    """Whether a part may be the module or optimizer that is known by that name, and its key is its own node."""
+    if type(value) is not known.kind or type(key) is not str or key != name or not key.isascii():
+        return False
+    provider = provider_for(known.kind)
+    return provider is not None and provider.name == known.node[1]
+
+
 class Recalling:
     """One walk with a memory; the encoder's `recall`. Raises Changed once the memory does not fit."""
 
@@ -186,10 +217,9 @@ class Recalling:
         """The node of a part that is a module or optimizer, as all of most states are, without what the walk asks of
         other values. None if it must be walked over. The key is its own node then."""
         known = self.memory.objects.get(name)
-        if not isinstance(known, _Module | _Optimizer) or type(value) is not known.kind:
+        if not isinstance(known, _Module | _Optimizer) or not _is_part(known, key, value, name):
             return None
-        provider = provider_for(known.kind) if type(key) is str and key == name and key.isascii() else None
-        return None if provider is None else self.node_of(encoder, value, name, provider.name)
+        return self.node_of(encoder, value, name, known.node[1])
 
     def node_of(self, encoder: Encoder, value: Any, name: str, provider: str) -> list[Any] | None:
         known = self.memory.objects.get(name)
@@ -240,6 +270,22 @@ class Memory:
     graphs: list[int]  # leaves that keep a graph alive unless they are detached
     addresses: Array  # every snapshot's: not to be changed
     again: Again[list[torch.Tensor], Glance]
+    whole: list[tuple[str, _Module | _Optimizer]] | None  # of each part, if all are such and nothing else has names
+
+    def all_of(self, state: Mapping[Any, Any]) -> tuple[list[Any], list[torch.Tensor]] | None:
+        """The tree and the tensors of a state, all of whose parts are known modules and optimizers, as most are. Its
+        parts have the names that the plan's have. None if it must be walked over: that takes longer, and tells more."""
+        if self.whole is None:
+            return None
+        tree: list[Any] = ["d"]
+        tensors: list[torch.Tensor] = []
+        for (name, known), (key, value) in zip(self.whole, state.items(), strict=True):
+            met = known.at_once(value) if _is_part(known, key, value, name) else None
+            if met is None or known.first != len(tensors):
+                return None
+            tree += (key, met[0])
+            tensors += met[1]
+        return tree, tensors
 
     def knows(self, encoder: Encoder, spans: Sequence[Span]) -> bool:
         """Whether the walk has met all that the plan is about, and nothing else, but for the tensors themselves."""
@@ -322,10 +368,24 @@ def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
         graphs=[leaf for leaf, tensor in enumerate(live) if tensor.requires_grad and type(tensor) is torch.Tensor],
         addresses=addresses,
         again=tensors_at_a_glance(),
+        whole=_whole(plan, modules, objects),
     )
     recalling = Recalling(memory, encoder.state)
     right = all(_is_right(known, name, recalling, encoder, live) for name, known in objects.items())
     return memory if right and set(PLAIN).issuperset(map(type, live)) else None
+
+
+def _whole(
+    plan: Plan, modules: list[tuple[str, Any]], objects: Mapping[str, _Module | _Optimizer | _Many]
+) -> list[tuple[str, _Module | _Optimizer]] | None:
+    structure = plan.structure
+    parts = [(span.part, objects.get(span.part)) for span in structure.spans]
+    known = [(name, part) for name, part in parts if isinstance(part, _Module | _Optimizer)]
+    named = [(name, part.seen) for name, part in known if isinstance(part, _Module)]
+    if len(known) != len(parts) or len(named) != len(modules) or structure.replicated or structure.subclasses:
+        return None
+    same = all(name == key and seen is look for (name, seen), (key, look) in zip(named, modules, strict=True))
+    return known if same else None
 
 
 def _many(each: Provided) -> _Many | None:

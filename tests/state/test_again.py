@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stepwell.state.again import Again
+from stepwell.state.again import SKIPPED_MAX, Again
 
 
 class Looks:
@@ -60,32 +60,50 @@ def test_a_record_that_was_of_use_is_made_anew_after_a_change() -> None:
     assert looks.look() == ("glance at [5]", ["glance"])
 
 
-def test_a_record_that_never_was_of_use_is_the_last_one() -> None:
+def test_records_that_are_of_no_use_are_made_ever_more_rarely() -> None:
     looks = Looks()
-    looks.look()
-    looks.become(2)
-    assert looks.look() == ("closely [2]", ["glance", "closely"])
-    for number in (2, 2, 3):
-        looks.become(number)
-        assert looks.look() == (f"closely [{number}]", ["closely"])
+    made = []
+    for number in range(400):
+        looks.become(number % 7)
+        made += [number] if "study" in looks.look()[1] else []
+    assert made[:6] == [0, 1, 3, 7, 15, 31] and max(map(int.__sub__, made[1:], made)) == SKIPPED_MAX + 1
+    while "study" not in looks.look()[1]:  # it stays as it is now
+        pass
+    for _ in range(3):
+        assert looks.look() == (f"glance at {looks.state}", ["glance"])
+    looks.become(8)
+    assert looks.look() == ("closely [8]", ["glance", *STUDIED])  # a record was of use, so the next is made at once
 
 
 def test_use_counts_for_one_record_only() -> None:
     looks = Looks()
     for _ in range(3):
         looks.look()
-    for number in (2, 3):
-        looks.become(number)
+    looks.become(2)
+    assert looks.look() == ("closely [2]", ["glance", *STUDIED])
+    looks.become(3)
+    assert looks.look() == ("closely [3]", ["glance", "closely"])
+
+
+def test_one_for_a_state_that_has_become_another_goes_on_from_what_was_learnt() -> None:
+    looks, made = Looks(), []
+    for number in range(100):
+        looks.state[:] = [number]  # which is not what was wanted
+        found, told = looks.look()
+        assert found is None
+        made += [number] if "study" in told else []
+        looks.wanted[:], looks.again = looks.state, looks.again.anew()
+    assert made == [0, 1, 3, 7, 15, 31, 63]
+    for _ in range(SKIPPED_MAX + 1):
         looks.look()
-    assert looks.look() == ("closely [3]", ["closely"])
+    assert looks.look() == ("glance at [99]", ["glance"])
 
 
 def test_what_a_close_look_does_not_find_is_not_recorded() -> None:
     looks = Looks()
     looks.state[:] = [2]
-    for _ in range(3):
-        found, how = looks.look()
-        assert found is None and how[:2] == ["study", "closely"]
+    for how in (["study", "closely"], ["study", "closely"], ["closely"]):
+        assert looks.look() == (None, how)
     looks.become(1)
     assert looks.look() == ("closely [1]", STUDIED)
     assert looks.look() == ("glance at [1]", ["glance"])
@@ -106,7 +124,7 @@ def test_what_changes_between_study_and_close_look_is_not_recorded() -> None:
     looks.meanwhile = lambda: looks.become(2)
     assert looks.look() == ("closely [2]", STUDIED)
     looks.meanwhile = lambda: None
-    assert looks.look() == ("closely [2]", STUDIED)  # nothing was learnt of whether a record is of use
+    assert looks.look() == ("closely [2]", STUDIED)
     assert looks.look() == ("glance at [2]", ["glance"])
 
 

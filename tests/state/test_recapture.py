@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -41,6 +42,12 @@ def same(found: Snapshot, right: Snapshot) -> None:
     assert found.parts == right.parts and found.sidecars == right.sidecars
 
 
+def usual(state: dict[str, Any]) -> dict[str, Any]:
+    """Only modules and optimizers, as most states are: those of the state."""
+    found = {key: each for key, each in state.items() if isinstance(each, torch.nn.Module | torch.optim.Optimizer)}
+    return {"a": state["nets"]["a"], **found} if "nets" in state else found
+
+
 def check(state: dict[str, Any], plans: PlanCache, times: int) -> None:
     """The cached and the fresh capture agree, in what they find and in what they refuse."""
     for _ in range(times):
@@ -67,26 +74,31 @@ def test_whatever_changes_the_capture_is_that_of_a_fresh_walk(data: st.DataObjec
     def pick(count: int) -> int:
         return data.draw(st.integers(0, max(count - 1, 0)))
 
-    plans, state = PlanCache(), make_state(kind)
+    plans, others, state = PlanCache(), PlanCache(), make_state(kind)
     with pytest.MonkeyPatch.context() as patch:
         if not quick:  # a torch without that function
             patch.setattr(torch._C, "_dynamo", None)
         check(state, plans, 3)
-        assert plans.memories
+        check(usual(state), others, 3)
+        assert plans.memories and others.memories
         for _ in range(data.draw(st.integers(1, 6))):
             CHANGES[pick(len(CHANGES))](state, pick)
-            check(state, plans, pick(3) + 1)
+            times = pick(3) + 1
+            check(state, plans, times)
+            check(usual(state), others, times)
 
 
 @pytest.mark.parametrize("function", CHANGES, ids=lambda f: f.__name__)
 @given(data=st.data(), kind=st.integers(0, 3))
 @settings(deadline=None, derandomize=True, max_examples=12, suppress_health_check=list(HealthCheck))
 def test_each_change(function: Change, data: st.DataObject, kind: int) -> None:
-    plans, state = PlanCache(), make_state(kind)
+    plans, others, state = PlanCache(), PlanCache(), make_state(kind)
     check(state, plans, 3)
+    check(usual(state), others, 3)
     for _ in range(2):
         function(state, lambda count: data.draw(st.integers(0, max(count - 1, 0))))
         check(state, plans, 3)
+        check(usual(state), others, 3)
 
 
 class Pair(torch.nn.Module):
@@ -120,8 +132,9 @@ def test_what_goes_from_one_to_the_next_is_seen(what: str) -> None:
         "one": {"v": torch.ones(1), "w": torch.ones(1)},
         "two": {},
     }
-    plans = PlanCache()
+    plans, others = PlanCache(), PlanCache()
     check(state, plans, 3)
+    check(usual(state), others, 3)
     if what == "groups":
         optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
     elif what == "state":
@@ -133,6 +146,7 @@ def test_what_goes_from_one_to_the_next_is_seen(what: str) -> None:
     else:
         _moved(getattr(model.a, what), getattr(model.b, what))
     check(state, plans, 3)
+    check(usual(state), others, 3)
 
 
 def _renamed(entries: dict[Any, Any], key: str, name: str) -> None:
@@ -272,6 +286,23 @@ def test_what_only_changes_in_value_is_not_walked_over(kind: int, walks: list[st
         found = capture(state, plans=plans)
     assert walks == []
     same(found, capture(state))
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_a_state_of_modules_and_optimizers_is_not_walked_over_at_all(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, state = PlanCache(), usual(make_state(kind))
+    for _ in range(2):
+        capture(state, plans=plans)
+    right, made = capture(state), []
+    monkeypatch.setattr(sys.modules[capture.__module__], "_walk", lambda *some, **more: made.append(some))
+    stepped(state["optimizer"]).param_groups[0]["lr"] = 0.125
+    found = capture(state, plans=plans)
+    assert not made and found.live == set(state)
+    monkeypatch.undo()
+    same(found, capture(state))
+    assert found.encoded_skeleton() != right.encoded_skeleton()  # by the learning rate
 
 
 def test_states_that_alternate_are_both_recalled(walks: list[str]) -> None:
