@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from stepwell.errors import WaitTimeout
 
@@ -79,10 +79,23 @@ class Job:
 def current_job() -> Job:
     """As torch.distributed says now, and the scheduler's environment at the first call."""
     name, restarts = _scheduled(os.getpid())
-    dist = sys.modules.get("torch.distributed")  # who has initialised it has imported it
-    if dist is not None and hasattr(dist, "is_initialized") and dist.is_initialized():  # some builds have no such thing
+    groups = _groups or _find_groups()
+    if groups is not None and groups.WORLD is not None:
+        import torch.distributed as dist
+
         return Job(dist.get_rank(), dist.get_world_size(), DistributedStore(), name, restarts)
     return Job(0, 1, LocalStore(), name, restarts)
+
+
+#: torch.distributed's class that knows the default process group; each save asks it, so it is not looked for again
+_groups: Any = None
+
+
+def _find_groups() -> Any:
+    """None as long as nobody has imported it, as who has initialised it has; or if this torch was built without it."""
+    global _groups
+    _groups = getattr(sys.modules.get("torch.distributed"), "GroupMember", None)
+    return _groups
 
 
 @functools.cache

@@ -122,12 +122,18 @@ def capture(
 
 
 def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, header_split_bytes: int) -> Snapshot:
+    job = rank, world, header_split_bytes
+    memories = [memory for memory in reversed(plans.memories) if memory.plan.structure.job == job]
+    for memory in memories:
+        met = memory.all_of(state)
+        found = None if met is None else _recalled(*met, memory.parts, memory, plans)
+        if found is not None:
+            return found
     parts = part_names(state)
-    for memory in reversed(plans.memories):
-        if memory.plan.structure.is_of(rank, world, header_split_bytes, parts):
-            found = _recalled(state, parts, memory, plans)
-            if found is not None:
-                return found
+    for memory in memories:
+        found = _recalled_by_walk(state, parts, memory, plans)
+        if found is not None:
+            return found
     encoder, tree, spans = _walk(state, parts, careful=False)
     answers = _ask(encoder)
     if answers is None:
@@ -147,20 +153,29 @@ def _capture(state: Mapping[Any, Any], rank: int, world: int, plans: PlanCache, 
     return _snapshot(plan, tree, addresses, encoder.tensors, graphs)
 
 
-def _recalled(state: Mapping[Any, Any], parts: Sequence[str], memory: Memory, plans: PlanCache) -> Snapshot | None:
+def _recalled_by_walk(
+    state: Mapping[Any, Any], parts: Sequence[str], memory: Memory, plans: PlanCache
+) -> Snapshot | None:
     """The capture of a state that is the one that the memory is about, up to values; None if it is another one."""
-    met, live = memory.all_of(state), frozenset(parts)
-    if met is None:
-        try:
-            encoder, tree, spans = _walk(state, parts, careful=False, recall=Recalling(memory, state))
-        except Changed:
-            return None
-        if not memory.knows(encoder, spans):
-            return None
-        for leaf in encoder.made:  # few: the walk makes none of the tensors that it recalls
-            live -= {span.part for span in spans if span.first <= leaf < span.stop}
-        met = tree, encoder.tensors
-    tree, tensors = met
+    structure = memory.plan.structure
+    if [span.part for span in structure.spans] != parts:
+        return None
+    try:
+        encoder, tree, spans = _walk(state, parts, careful=False, recall=Recalling(memory, state))
+    except Changed:
+        return None
+    if not memory.knows(encoder, spans):
+        return None
+    live = memory.parts
+    for leaf in encoder.made:  # few: the walk makes none of the tensors that it recalls
+        live -= {span.part for span in spans if span.first <= leaf < span.stop}
+    return _recalled(tree, encoder.tensors, live, memory, plans)
+
+
+def _recalled(
+    tree: list[Any], tensors: list[torch.Tensor], live: frozenset[str], memory: Memory, plans: PlanCache
+) -> Snapshot | None:
+    """The same, of what was found; None if the tensors are not those of the memory."""
     look = memory.look_at(tensors)
     if look is None:
         return None

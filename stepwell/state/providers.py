@@ -82,6 +82,8 @@ class PerRank:
 
 _by_type: dict[type | str, Provider] = {}
 _by_name: dict[str, Provider] = {}
+#: of all registrations for types, what for: while there are no more, `provider_for` gives a class the same answer
+registrations: list[type | str] = []
 
 
 def register_provider(kind: type | str, provider: Provider) -> None:
@@ -95,6 +97,7 @@ def register_provider(kind: type | str, provider: Provider) -> None:
     if isinstance(kind, type) and kind in (object, torch.Tensor, dict, list, tuple):
         raise ConfigError(f"{kind.__name__} is saved by stepwell itself", todo="Register a subclass")
     _by_type[kind] = provider
+    registrations.append(kind)
     _by_name[provider.name] = provider
 
 

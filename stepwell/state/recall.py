@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from stepwell.state.prints import (
     look_at_optimizer_again,
     study_module,
 )
-from stepwell.state.providers import provider_for
+from stepwell.state.providers import provider_for, registrations
 from stepwell.state.structure import Span
 from stepwell.state.values import encode_value
 from stepwell.state.watch import NO_GLANCE, Glance, Watch, picked, tensors_at_a_glance
@@ -50,11 +50,34 @@ class Changed(Exception):
     """The state is not what the memory is about."""
 
 
+class _Kind:
+    """A class, and the provider that serves it."""
+
+    def __init__(self, cls: type, provider: str) -> None:
+        self._class, self._provider = cls, provider
+        self._seen: tuple[Any, int] = (
+            (),
+            0,
+        )  # the classes that it inherits from, and how many registrations there were
+
+    def is_of(self, value: Any) -> bool:
+        """Whether a value is of that class, which is served by that provider still."""
+        if type(value) is not self._class:
+            return False
+        bases, count = self._seen
+        if bases is not self._class.__mro__ or count != len(registrations):
+            provider = provider_for(self._class)
+            if provider is None or provider.name != self._provider:
+                return False
+            self._seen = self._class.__mro__, len(registrations)
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class _Module:
     """A module that the last walk met: its leaves are `places` of what `look_at_module` lists."""
 
-    kind: type
+    kind: _Kind
     first: int
     node: list[Any]
     seen: Any
@@ -76,7 +99,7 @@ class _Module:
 class _Optimizer:
     """An optimizer that the last walk met: the leaves of its state come first, then those of its settings."""
 
-    kind: type
+    kind: _Kind
     first: int
     node: list[Any]
     seen: OptimizerPrint
@@ -197,14 +220,6 @@ def _has_names(encoder: Encoder, names: list[str]) -> bool:
     return len(encoder.names) == len(names)
 
 
-def _is_part(known: _Module | _Optimizer, key: Any, value: Any, name: str) -> bool:
-    """Whether a part may be the module or optimizer that is known by that name, and its key is its own node."""
-    if type(value) is not known.kind or type(key) is not str or key != name or not key.isascii():
-        return False
-    provider = provider_for(known.kind)
-    return provider is not None and provider.name == known.node[1]
-
-
 class Recalling:
     """One walk with a memory; the encoder's `recall`. Raises Changed once the memory does not fit."""
 
@@ -217,7 +232,9 @@ class Recalling:
         """The node of a part that is a module or optimizer, as all of most states are, without what the walk asks of
         other values. None if it must be walked over. The key is its own node then."""
         known = self.memory.objects.get(name)
-        if not isinstance(known, _Module | _Optimizer) or not _is_part(known, key, value, name):
+        if not isinstance(known, _Module | _Optimizer) or not known.kind.is_of(value):
+            return None
+        if type(key) is not str or key != name or not key.isascii():
             return None
         return self.node_of(encoder, value, name, known.node[1])
 
@@ -270,18 +287,21 @@ class Memory:
     graphs: list[int]  # leaves that keep a graph alive unless they are detached
     addresses: Array  # every snapshot's: not to be changed
     again: Again[list[torch.Tensor], Glance]
+    parts: frozenset[str]
     whole: list[tuple[str, _Module | _Optimizer]] | None  # of each part, if all are such and nothing else has names
 
     def all_of(self, state: Mapping[Any, Any]) -> tuple[list[Any], list[torch.Tensor]] | None:
-        """The tree and the tensors of a state, all of whose parts are known modules and optimizers, as most are. Its
-        parts have the names that the plan's have. None if it must be walked over: that takes longer, and tells more."""
-        if self.whole is None:
+        """The tree and the tensors of a state, all of whose parts are known modules and optimizers, as most are. None
+        if it must be walked over: that takes longer, and tells more."""
+        if self.whole is None or len(state) != len(self.whole):
             return None
         tree: list[Any] = ["d"]
         tensors: list[torch.Tensor] = []
         for (name, known), (key, value) in zip(self.whole, state.items(), strict=True):
-            met = known.at_once(value) if _is_part(known, key, value, name) else None
-            if met is None or known.first != len(tensors):
+            if type(key) is not str or key != name or known.first != len(tensors) or not known.kind.is_of(value):
+                return None
+            met = known.at_once(value)
+            if met is None:
                 return None
             tree += (key, met[0])
             tensors += met[1]
@@ -368,6 +388,7 @@ def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
         graphs=[leaf for leaf, tensor in enumerate(live) if tensor.requires_grad and type(tensor) is torch.Tensor],
         addresses=addresses,
         again=tensors_at_a_glance(),
+        parts=frozenset(span.part for span in plan.structure.spans),
         whole=_whole(plan, modules, objects),
     )
     recalling = Recalling(memory, encoder.state)
@@ -382,7 +403,14 @@ def _whole(
     parts = [(span.part, objects.get(span.part)) for span in structure.spans]
     known = [(name, part) for name, part in parts if isinstance(part, _Module | _Optimizer)]
     named = [(name, part.seen) for name, part in known if isinstance(part, _Module)]
-    if len(known) != len(parts) or len(named) != len(modules) or structure.replicated or structure.subclasses:
+    plain = all(map(str.isascii, map(itemgetter(0), known)))  # others are not their keys' own nodes
+    if (
+        not plain
+        or len(known) != len(parts)
+        or len(named) != len(modules)
+        or structure.replicated
+        or structure.subclasses
+    ):
         return None
     same = all(name == key and seen is look for (name, seen), (key, look) in zip(named, modules, strict=True))
     return known if same else None
@@ -408,7 +436,7 @@ def _module(
         return None
     places = [place for _, place in order]
     live[each.first : each.stop] = picked(look[1], places)
-    return _Module(type(each.value), each.first, each.node, look[0], places)
+    return _Module(_Kind(type(each.value), "module"), each.first, each.node, look[0], places)
 
 
 def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
@@ -422,7 +450,8 @@ def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
         return None
     params = [node["params"] if type(node) is dict else node[-1] for node in tree["param_groups"][1:]]
     settings = [_Settings.of(*pair) for pair in zip(each.value.param_groups, tree["param_groups"][1:], strict=True)]
-    return _Optimizer(type(each.value), each.first, each.node, seen, params, settings, entries_at_a_glance())
+    kind = _Kind(type(each.value), "optimizer")
+    return _Optimizer(kind, each.first, each.node, seen, params, settings, entries_at_a_glance())
 
 
 def _is_right(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ class Span:
     part: str
     first: int
     stop: int
-
-
-_part = attrgetter("part")
 
 
 @dataclass(frozen=True)
@@ -44,11 +40,10 @@ class Structure:
     shapes: list[torch.Size]
     names: list[str]
 
-    def is_of(self, rank: int, world: int, header_split_bytes: int, parts: list[str]) -> bool:
-        """Whether it may be the structure of such a state, by what is known before a walk."""
-        if (self.rank, self.world, self.header_split_bytes) != (rank, world, header_split_bytes):
-            return False
-        return list(map(_part, self.spans)) == parts
+    @cached_property
+    def job(self) -> tuple[int, int, int]:
+        """What is known before a walk: rank, world and where headers are split."""
+        return self.rank, self.world, self.header_split_bytes
 
     @cached_property
     def widths(self) -> Array:
