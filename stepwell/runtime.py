@@ -10,7 +10,7 @@ import concurrent.futures
 import gc
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from stepwell.errors import StepwellError, StoreClosed, WaitTimeout
@@ -129,18 +129,29 @@ class Runtime:
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Runs `work` on the loop; from any thread, also from one that runs an event loop of its own."""
-        if self._parked:
+        try:
+            self._check()
+        except StoreClosed:
             work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def call(self, what: Callable[..., object], *given: object) -> None:
+        """Calls `what` on the loop, after all that was called or started there before; nobody hears what comes of it.
+        From any thread. A few calls less than `start`."""
+        self._check()
+        self.loop.call_soon_threadsafe(what, *given)
+
+    def _check(self) -> None:
+        if self._parked:
             raise StoreClosed(
                 "the interpreter is being left", todo="Save before, or in an atexit handler that is newer"
             )
         if self.pid != os.getpid():
-            work.close()
             raise StoreClosed(
                 "this store was opened in the parent of this forked process",
                 todo="Open it again here: the parent's engine cannot be shared",
             )
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None, what: str = "the call") -> T:
         """`start` and wait. Raises WaitTimeout after `timeout` seconds (the work is then cancelled)."""

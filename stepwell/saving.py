@@ -76,7 +76,7 @@ class Save:
         self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.cover = order.cover  # until all is copied
         self._returns_at_once = order.cover is not None and not order.cover.urgent
-        self.running: concurrent.futures.Future[None] | None = None  # the writer's work on it
+        self.running: asyncio.Task[None] | None = None  # the writer's work on it; for the event loop
         self.blocked_seconds = 0.0
         self.checkpoint: str | None = None
         #: the store's newest step and the one to rewind to before this save; taken up again if it fails
@@ -199,6 +199,11 @@ class Save:
     def captured_within(self, seconds: float) -> bool:
         """Blocks until the state may change again, as far as no guard covers it, at most so long; whether it may."""
         return self._returns_at_once or done_within(self.captured, seconds)
+
+    def abandon(self) -> None:
+        """Ends the writer's work on it. For the event loop."""
+        if self.running is not None:
+            self.running.cancel()
 
     def take_order(self) -> Order:
         """The order, once; the save itself keeps nothing of the state."""

@@ -182,7 +182,7 @@ class CheckpointStore(Warming):
         self._record.began(save)
         self.ending.newest = save
         self._guards.follow(save)
-        save.running = self._runtime.start(self._writer.save(save))
+        self._runtime.call(self._writer.begin, save)
 
     def _order(
         self,
@@ -437,5 +437,4 @@ def _leave(runtime: Runtime, writer: RunWriter, save: Save, blocked_s: float | N
         noted = runtime.start(writer.skip(save, blocked_s, waits))
         concurrent.futures.wait([noted], SKIP_S)  # the next call must know of it
     finally:
-        if save.running is not None:
-            save.running.cancel()
+        runtime.call(save.abandon)

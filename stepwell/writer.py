@@ -94,6 +94,10 @@ class RunWriter:
 
     # -- saves ---------------------------------------------------------------------------
 
+    def begin(self, save: Save) -> None:
+        """Begins to carry a save out."""
+        save.running = asyncio.ensure_future(self.save(save))
+
     async def save(self, save: Save) -> None:
         """Carries a save out on every tier. Never raises: what goes wrong is the save's own."""
         task = asyncio.current_task()

@@ -103,6 +103,7 @@ class Saved:
     handle: Save
     told: set[str] = field(default_factory=set)  # tiers where it was said to be
     acked: set[str] = field(default_factory=set)  # those where it must therefore stay
+    looked_at: dict[str, object] = field(default_factory=dict)  # tier -> what the handle said when it had an answer
     asked_at: float = 0.0
     undisturbed: bool = False  # its process had the run and was not held up when it was asked for
     failed: bool = False

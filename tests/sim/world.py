@@ -19,6 +19,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures._base import FINISHED
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -203,7 +204,10 @@ class World:
         if saved.handle.error is not None and not saved.failed:
             saved.failed = True
             self._check_failure(process, saved.handle.error)
-        for tier in self.setup.kinds:
+        for tier, told in saved.handle._futures.items():
+            if told._state != FINISHED or saved.looked_at.get(tier) is told:  # asked after each event
+                continue
+            saved.looked_at[tier] = told
             if tier not in saved.told and saved.handle.done(tier):
                 saved.told.add(tier)
                 self.note("acknowledged", saved.number, saved.handle.checkpoint, tier)
