@@ -16,7 +16,15 @@ except ImportError as error:
     ) from error
 
 from stepwell.native._checksum import crc32c, crc32c_combine, features, force_crc32c
-from stepwell.native._device import TRIP_ALLOC, TRIP_FREE, DeviceEngine, device_total_bytes, probe_device, trip_library
+from stepwell.native._device import (
+    TRIP_ALLOC,
+    TRIP_FREE,
+    Copies,
+    DeviceEngine,
+    device_total_bytes,
+    probe_device,
+    trip_library,
+)
 from stepwell.native._engine_face import Engine, EngineStatistics, probe_uring
 from stepwell.native._jobs import ALIGN_BYTES, BLOCK_BYTES, Done, Job, Op, PieceMap, Ticket
 from stepwell.native._latches import Latch, Mark
@@ -29,6 +37,7 @@ __all__ = [
     "TRIP_ALLOC",
     "TRIP_FREE",
     "AsyncEngine",
+    "Copies",
     "DeviceEngine",
     "Done",
     "Engine",

@@ -44,6 +44,14 @@ def trip_library() -> str:
     return _engine.__file__
 
 
+class Copies:
+    """Copies within the memory of a device, of (to, from, bytes) each, ready to be put on a stream many times."""
+
+    def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        self.words: Any = ffi.new("uint64_t[]", [word for copy in copies for word in copy])
+        self.count = len(copies)
+
+
 class DeviceEngine(Engine):
     """Runs D2H, H2D, PACK and UNPACK jobs of one device, in native threads, on streams of its own.
 
@@ -68,11 +76,13 @@ class DeviceEngine(Engine):
         more = {"library": library, "device": self.device, "reason": reason, "reason_bytes": TEXT_BYTES}
         return make_engine(self, more, lambda: ffi.string(reason).decode())
 
-    def mark(self, stream: int) -> Mark:
+    def mark(self, stream: int, copies: Copies | None = None) -> Mark:
         """The point that `stream` (a CUstream; 0: the default one) has come to in the caller's order: jobs with this
-        mark start after all that was put on the stream before. Costs the caller one record of an event."""
+        mark start after all that was put on the stream before. Costs the caller one record of an event. copies: are
+        put on the stream first; where they fail, some may have been made."""
         cuda, out = self._context(), ffi.new("sw_event **")
-        if (result := lib.sw_cuda_mark(cuda, stream, out)) < 0:
+        words, count = (ffi.NULL, 0) if copies is None else (copies.words, copies.count)
+        if (result := lib.sw_cuda_mark(cuda, stream, words, count, out)) < 0:
             raise self._refusal(cuda, result, "marking a stream")
         return Mark(out[0])
 

@@ -244,7 +244,7 @@ int sw_probe_cuda(const char *library, char *reason, size_t size);
 int64_t sw_cuda_total_bytes(const char *library, int device, char *reason, size_t size);
 void sw_cuda_hold(sw_cuda *cuda);
 void sw_cuda_drop(sw_cuda *cuda);
-int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, sw_event **out);
+int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const uint64_t *copies, size_t count, sw_event **out);
 int sw_cuda_release(sw_cuda *cuda, sw_latch *latch, uint64_t stream);
 int sw_cuda_pin(sw_cuda *cuda, uint64_t address, uint64_t bytes);
 int sw_cuda_unpin(sw_cuda *cuda, uint64_t address);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ import numpy as np
 import torch
 
 from stepwell.errors import StateError, StepwellError
-from stepwell.native import Latch
-from stepwell.native._objects import numbers, put_together
+from stepwell.native import Copies, Latch
+from stepwell.native._objects import numbers
 from stepwell.shardjob import ChunkCover
+from stepwell.stash import Aside
 from stepwell.state import ShardPlan, Snapshot
 from stepwell.state.whereabouts import HOST
 
@@ -24,10 +24,6 @@ from stepwell.state.whereabouts import HOST
 UNCOVERED, FIXED = -1, -2
 #: smaller tensors are copied before save() returns, as DESIGN.md says: optimizers keep numbers in them
 COVERED_BYTES_MIN = 4096
-#: what is not covered is put aside before save() returns if it is smaller, and all of it together is no more than that
-STASH_BYTES, STASH_BYTES_MAX = 1 << 20, 64 << 20
-#: tensors on a GPU that are copied together as numbers, not one by one
-TINY_BYTES = 64
 
 Owners = np.ndarray[Any, np.dtype[np.intp]]
 Some = list[torch.Tensor] | tuple[torch.Tensor, ...]
@@ -108,12 +104,14 @@ class Cover:
         leaves: Sequence[Leaves],
         owners: Sequence[tuple[Any, ...]],
         at_hand: tuple[Leaves, Some] | None = None,
+        aside: Aside | None = None,
     ) -> None:
         """leaves: of each owner, those that it covers; their tensors must not change before they are copied, or before
         their update is let through. owners: the guards that each of them stands for. at_hand: some leaves, maybe
-        one of these, with their tensors."""
+        one of these, with their tensors. aside: what else of the save is in memory that it gives back."""
         self.urgent, self.owners = layout.urgent, owners
         self.latches = layout.latches()
+        self._aside = aside
         self._layout, self._names = layout, snapshot.plan.structure.names
         known, tensors = at_hand or (None, [])
         self._watched = {
@@ -121,6 +119,11 @@ class Cover:
             for owner, mine in enumerate(leaves)
         }
         self._error: StepwellError | None = None
+
+    @property
+    def copies(self) -> Mapping[int, Copies]:
+        """GPU -> copies that are made with the save's marks."""
+        return {} if self._aside is None else self._aside.copies
 
     def chunks(self, shard: int) -> list[ChunkCover]:
         """What waits for each chunk of a shard."""
@@ -159,6 +162,9 @@ class Cover:
             # an update that was let through meanwhile has looked by itself, and may be what has changed it
             if self._watched.pop(owner, None) is not None and leaf is not None:
                 self.spoil(_changed(self._names[leaf]))
+        if self._aside is not None:  # of a save that has failed some may still be read: that memory serves no other
+            self._aside.give_back()
+            self._aside = None
         return self._error
 
     def end(self) -> None:
@@ -216,82 +222,3 @@ def _changed(name: str) -> StateError:
         key=name,
         todo="Call store.before_update() before such a change, or do not guard that tensor",
     )
-
-
-class Stash:
-    """Small tensors that no guard covers: their bytes are copied before save() returns, on GPUs in the order of the
-    current stream. Made once for a plan and the addresses of its leaves."""
-
-    def __init__(self, snapshot: Snapshot, owners: Owners, places: Owners) -> None:
-        structure = snapshot.plan.structure
-        sizes = structure.sizes.astype(np.intp)
-        wanted = (owners == UNCOVERED) & (sizes > 0) & (sizes < STASH_BYTES)
-        wanted[[leaf for leaf, _ in structure.lazy]] = False
-        if int(sizes[wanted].sum()) > STASH_BYTES_MAX:
-            wanted[:] = False
-        self.leaves = np.flatnonzero(wanted)
-        there, tiny = places[self.leaves], sizes[self.leaves] <= TINY_BYTES
-        self._on_host = _Shelf(self.leaves[there == HOST], sizes)
-        self._on_gpu: list[tuple[_Shelf, Callable[[], list[torch.Tensor]]]] = []
-        for gpu in np.unique(there[there != HOST]).tolist():
-            for kind, copier in ((tiny, _numbers_of), (~tiny, _bytes_of)):
-                shelf = _Shelf(self.leaves[(there == gpu) & kind], sizes)
-                if shelf.total:
-                    self._on_gpu.append((shelf, copier(snapshot, shelf)))
-
-    def put_aside(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot, with these leaves' bytes in memory of its own."""
-        if not len(self.leaves):
-            return snapshot
-        addresses, kept = snapshot.addresses.copy(), snapshot.storages
-        shelf = self._on_host
-        if shelf.total:
-            memory = torch.empty(shelf.total, dtype=torch.uint8)
-            put_together(memory.data_ptr(), addresses[shelf.leaves], shelf.sizes)
-            addresses[shelf.leaves] = shelf.offsets + memory.data_ptr()
-            kept.append(memory)
-        for shelf, copied in self._on_gpu:
-            made = copied()
-            addresses[shelf.leaves] = shelf.offsets + made[0].data_ptr()
-            kept += made
-        return Snapshot(snapshot.plan, snapshot.tree, addresses, snapshot.tensors, kept, snapshot.live)
-
-
-class _Shelf:
-    """Where in one piece of memory each of some leaves lies, one behind the other."""
-
-    def __init__(self, leaves: Owners, sizes: Owners) -> None:
-        self.leaves, self.sizes = leaves, sizes[leaves].astype(np.uint64)
-        self.offsets = np.cumsum(self.sizes) - self.sizes
-        self.total = int(self.sizes.sum())
-
-
-def _bytes_of(snapshot: Snapshot, shelf: _Shelf) -> Callable[[], list[torch.Tensor]]:
-    """What copies the leaves of a GPU behind each other; gives the copy, and what it needs until it is made."""
-    mine = [snapshot.tensors[leaf] for leaf in shelf.leaves.tolist()]
-    flat = [each.detach().reshape(-1).view(torch.uint8) for each in mine]
-    return lambda: [torch.cat(flat)]
-
-
-def _numbers_of(snapshot: Snapshot, shelf: _Shelf) -> Callable[[], list[torch.Tensor]]:
-    """The same for tiny ones. An optimizer keeps a number for each parameter, and `cat` looks at one after the other.
-    So they are taken at once from a view of all memory between the first and the last; nothing else there is read."""
-    places, sizes = snapshot.addresses[shelf.leaves].astype(np.int64), shelf.sizes.astype(np.int64)
-    first = int(places.min())
-    sample = snapshot.tensors[int(shelf.leaves[0])]
-    between = _memory_at(first, int((places + sizes).max()) - first, sample)
-    inside = np.repeat(places - first - shelf.offsets.astype(np.int64), sizes) + np.arange(shelf.total)
-    wanted = torch.from_numpy(inside).to(sample.device)
-    return lambda: [torch.take(between, wanted), wanted]
-
-
-def _memory_at(address: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory of the device that a tensor is on, as it is; owns nothing of it."""
-    if not like.is_cuda:
-        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-    return torch.as_tensor(_OnGpu(address, size), device=like.device)
-
-
-class _OnGpu:
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}

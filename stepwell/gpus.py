@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 from stepwell.errors import StepwellError
 from stepwell.fetching import Copier
 from stepwell.hostmem import local_rank
-from stepwell.native import AsyncEngine, DeviceEngine, Latch, Mark, _kernels
+from stepwell.native import AsyncEngine, Copies, DeviceEngine, Latch, Mark, _kernels
 from stepwell.tiers.host import Arena
 from stepwell.tripwire import arm
 
 log = logging.getLogger("stepwell")
 
 CUDA = "libcuda.so.1"
+_NONE: Mapping[int, Copies] = {}
 
 
 def current_stream(gpu: int) -> int:
@@ -51,9 +52,10 @@ class Gpu:
         """All that have been made."""
         return [self.down, self.up, *([self.across] if "across" in self.__dict__ else [])]
 
-    def mark(self) -> Mark:
-        """Copies with this mark come after all that the current stream was given until now."""
-        return self._down.mark(self.stream(self.index))
+    def mark(self, copies: Copies | None = None) -> Mark:
+        """Copies with this mark come after all that the current stream was given until now. copies: it is given these
+        first."""
+        return self._down.mark(self.stream(self.index), copies)
 
     def release(self, latch: Latch) -> None:
         """The current stream goes on after the copies that a latch, which is at zero, stands for."""
@@ -112,13 +114,18 @@ class Gpus:
         self._open: dict[int, Gpu] = {}
         self._pinning: weakref.WeakKeyDictionary[Arena, asyncio.Task[None]] = weakref.WeakKeyDictionary()
 
-    def marks(self, indices: Iterable[int], run: Callable[[Coroutine[Any, Any, None]], None]) -> dict[int, Mark]:
+    def marks(
+        self,
+        indices: Iterable[int],
+        run: Callable[[Coroutine[Any, Any, None]], None],
+        copies: Mapping[int, Copies] = _NONE,
+    ) -> dict[int, Mark]:
         """For each of these GPUs, this moment of the caller's current stream. run: runs a coroutine on the event loop,
-        for one that is not open yet."""
+        for one that is not open yet. copies: are put on those streams first."""
         for index in indices:
             if index not in self._open:
                 run(self.open(index))
-        return {index: self._open[index].mark() for index in indices}
+        return {index: self._open[index].mark(copies.get(index)) for index in indices}
 
     def get(self, index: int) -> Gpu:
         return self._open[index]

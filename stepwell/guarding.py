@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepwell.cover import COVERED_BYTES_MIN, FIXED, UNCOVERED, Cover, Layout, Leaves, Owners, Stash
+from stepwell.cover import COVERED_BYTES_MIN, FIXED, UNCOVERED, Cover, Layout, Leaves, Owners
 from stepwell.errors import ConfigError, StateError
 from stepwell.native import Latch
 from stepwell.saving import Save
+from stepwell.stash import Stash
 from stepwell.state import Snapshot
 from stepwell.state.alias import Array
 from stepwell.state.optim import modules_in
@@ -226,8 +227,8 @@ class Guards:
             return snapshot, None
         held = known.held.of(snapshot.tensors)
         snapshot.hold(held)
-        cover = Cover(known.layout, snapshot, known.leaves, known.owners, (known.held, held))
-        return known.stash.put_aside(snapshot), cover
+        moved, aside = known.stash.put_aside(snapshot)
+        return moved, Cover(known.layout, snapshot, known.leaves, known.owners, (known.held, held), aside)
 
     def _look_up(self, snapshot: Snapshot, state: Mapping[Any, Any], guards: list[Guard]) -> _Known:
         signatures, addresses = [guard.signature() for guard in guards], snapshot.addresses
@@ -254,7 +255,7 @@ class Guards:
             _check_module(module, name, lambda weight: any(weight.data_ptr() in memory for memory in memories))
         owners, sets = _owners(snapshot, memories)
         places = plan.structure.gpus
-        stash = Stash(snapshot, owners, places)
+        stash = Stash(snapshot, owners == UNCOVERED, places)
         left = owners.copy()
         left[stash.leaves] = FIXED
         matters = owners != UNCOVERED

@@ -18,8 +18,9 @@ from stepwell.state.alias import Array, find_aliases
 from stepwell.state.cache import PlanCache
 from stepwell.state.dtypes import QUANTISED
 from stepwell.state.encode import Encoder
+from stepwell.state.known import Changed
 from stepwell.state.plan import HEADER_SPLIT_BYTES, Plan, ShardPlan
-from stepwell.state.recall import Changed, Memory, Recalling, remember
+from stepwell.state.recall import Memory, Recalling, remember
 from stepwell.state.skeleton import part_names
 from stepwell.state.source import ShardSource, clone
 from stepwell.state.structure import Span, Structure

@@ -10,7 +10,7 @@ their addresses. A memory refers to no tensor and no module, so that it keeps no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -23,191 +23,23 @@ from stepwell.state import whereabouts
 from stepwell.state.again import Again
 from stepwell.state.alias import Array
 from stepwell.state.encode import Encoder, Provided, join
+from stepwell.state.known import Changed, Kind, Known, KnownMany, KnownModule, KnownOptimizer, Part, Settings
 from stepwell.state.layouts import PLAIN
 from stepwell.state.optim import modules_in
 from stepwell.state.plan import Plan
 from stepwell.state.prints import (
-    OptimizerPrint,
     entries_at_a_glance,
     look_again,
     look_at_module,
     look_at_optimizer,
-    look_at_optimizer_again,
     study_module,
 )
-from stepwell.state.providers import provider_for, registrations
 from stepwell.state.structure import Span
-from stepwell.state.values import encode_value
 from stepwell.state.watch import NO_GLANCE, Glance, Watch, picked, tensors_at_a_glance
 from stepwell.state.whereabouts import places_of
 
 _POINTER: Any = torch._C.TensorBase.data_ptr
 _Look = tuple[Any, list[Any]]
-_Met = tuple[list[Any], Sequence[torch.Tensor]]  # an object's node, and its tensors
-
-
-class Changed(Exception):
-    """The state is not what the memory is about."""
-
-
-class _Kind:
-    """A class, and the provider that serves it."""
-
-    def __init__(self, cls: type, provider: str) -> None:
-        self._class, self._provider = cls, provider
-        self._seen: tuple[Any, int] = (
-            (),
-            0,
-        )  # the classes that it inherits from, and how many registrations there were
-
-    def is_of(self, value: Any) -> bool:
-        """Whether a value is of that class, which is served by that provider still."""
-        if type(value) is not self._class:
-            return False
-        bases, count = self._seen
-        if bases is not self._class.__mro__ or count != len(registrations):
-            provider = provider_for(self._class)
-            if provider is None or provider.name != self._provider:
-                return False
-            self._seen = self._class.__mro__, len(registrations)
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A module that the last walk met: its leaves are `places` of what `look_at_module` lists."""
-
-    kind: _Kind
-    first: int
-    node: list[Any]
-    seen: Any
-    places: list[int]
-
-    def recall(self, recall: Recalling, encoder: Encoder, value: torch.nn.Module, name: str) -> list[Any]:
-        tensors = recall.look_again(value, self.seen)
-        if tensors is None:
-            raise Changed
-        _add(encoder, picked(tensors, self.places))
-        return self.node
-
-    def at_once(self, value: torch.nn.Module) -> _Met | None:
-        tensors = look_again(value, self.seen)
-        return None if tensors is None else (self.node, picked(tensors, self.places))
-
-
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """An optimizer that the last walk met: the leaves of its state come first, then those of its settings."""
-
-    kind: _Kind
-    first: int
-    node: list[Any]
-    seen: OptimizerPrint
-    params: list[Any]  # of each group, the node of its parameters
-    settings: list[_Settings | None]  # of each group, if they are plain values
-    again: Again[Any, list[Any]]
-
-    def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> list[Any]:
-        tensors = look_at_optimizer_again(value, self.seen, self.again)
-        if tensors is None or not recall.same_names:
-            raise Changed
-        _add(encoder, tensors)
-        nodes = self._settings_of(value, lambda group, name_: encoder.encode(group, join(name, name_)))
-        assert nodes is not None, "what is not known is encoded"
-        return self._node_with(nodes)
-
-    def at_once(self, value: Any) -> _Met | None:
-        """None, too, if its settings must be encoded."""
-        tensors = look_at_optimizer_again(value, self.seen, self.again)
-        nodes = None if tensors is None else self._settings_of(value, None)
-        return None if tensors is None or nodes is None else (self._node_with(nodes), tensors)
-
-    def _settings_of(self, value: Any, encode: Callable[[dict[Any, Any], str], Any] | None) -> list[Any] | None:
-        """The node of each group's settings; None if some must be encoded, and cannot be."""
-        nodes = []
-        for index, (group, seen) in enumerate(zip(value.param_groups, self.settings, strict=True)):
-            settings = {key: item for key, item in group.items() if key != "params"}
-            node: Any = None if seen is None else seen.node_of(settings)
-            if node is None:
-                if encode is None:
-                    return None
-                node = encode(settings, f"param_groups.{index}")
-            nodes.append(node)
-        return nodes
-
-    def _node_with(self, settings: list[Any]) -> list[Any]:
-        """settings: of each group, their node, which becomes the group's."""
-        for node, params in zip(settings, self.params, strict=True):
-            if type(node) is dict:
-                node["params"] = params
-            else:
-                node += ["params", params]
-        return [*self.node[:3], {"state": self.node[3]["state"], "param_groups": ["l", *settings]}]
-
-
-_STRINGS = frozenset({str})
-_FIXED = frozenset({bool, int, float, str, type(None)})
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """Settings of an optimizer's group that are plain values, which never change, and their node."""
-
-    values: dict[str, Any]
-    node: dict[str, Any]
-
-    @classmethod
-    def of(cls, group: Mapping[Any, Any], node: Any) -> _Settings | None:
-        values = {key: value for key, value in group.items() if key != "params"}
-        if type(node) is not dict or not all(map(_is_fixed, values.values())):
-            return None
-        return cls(values, {key: item for key, item in node.items() if key != "params"})
-
-    def node_of(self, values: dict[Any, Any]) -> dict[str, Any] | None:
-        """The node of settings under the same keys, of which numbers may have become others, as a scheduler's do; None
-        if they must be encoded."""
-        if not _same_keys(values, list(self.values)):
-            return None
-        node = self.node.copy()
-        for key, value, old in zip(values, values.values(), self.values.values(), strict=True):
-            if value is not old:
-                if type(value) is not float:
-                    return None
-                node[key] = encode_value(value)
-        return node
-
-
-def _same_keys(entries: dict[Any, Any], strings: list[str]) -> bool:
-    return list(entries) == strings and _STRINGS.issuperset(map(type, entries))
-
-
-def _is_fixed(value: Any) -> bool:
-    return type(value) in _FIXED or (type(value) is tuple and _FIXED.issuperset(map(type, value)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Many:
-    """A dict or list of plain tensors that the last walk met."""
-
-    first: int
-    count: int
-    node: Any
-    keys: list[str] | None  # None: a list
-
-    def recall(self, recall: Recalling, encoder: Encoder, value: Any, name: str) -> Any:
-        tensors = value if self.keys is None else value.values()
-        if len(tensors) != self.count or (self.keys is not None and not _same_keys(value, self.keys)):
-            raise Changed
-        _add(encoder, tensors)  # that they are tensors, and plain ones, is seen when they are compared
-        return self.node
-
-
-def _add(encoder: Encoder, tensors: Collection[torch.Tensor]) -> None:
-    """Their names are known: strings by the thousand need not even be touched."""
-    first, count = len(encoder.tensors), len(tensors)
-    encoder.recalled.append((first, first + count))
-    encoder.tensors += tensors
-    encoder.names += [""] * count
 
 
 def _has_names(encoder: Encoder, names: list[str]) -> bool:
@@ -232,7 +64,7 @@ class Recalling:
         """The node of a part that is a module or optimizer, as all of most states are, without what the walk asks of
         other values. None if it must be walked over. The key is its own node then."""
         known = self.memory.objects.get(name)
-        if not isinstance(known, _Module | _Optimizer) or not known.kind.is_of(value):
+        if not isinstance(known, Part) or not known.kind.is_of(value):
             return None
         if type(key) is not str or key != name or not key.isascii():
             return None
@@ -242,7 +74,7 @@ class Recalling:
         known = self.memory.objects.get(name)
         if known is None:
             return None
-        if isinstance(known, _Many) or known.first != len(encoder.tensors) or known.node[1] != provider:
+        if isinstance(known, KnownMany) or known.first != len(encoder.tensors) or known.node[1] != provider:
             raise Changed
         return known.recall(self, encoder, value, name)
 
@@ -250,7 +82,7 @@ class Recalling:
         known = self.memory.objects.get(name)
         if known is None:
             return None
-        if not isinstance(known, _Many) or known.first != len(encoder.tensors):
+        if not isinstance(known, KnownMany) or known.first != len(encoder.tensors):
             raise Changed
         if (known.keys is None) != (type(value) is list):
             raise Changed
@@ -281,14 +113,14 @@ class Memory:
 
     plan: Plan
     modules: list[tuple[str, Any]]  # fingerprints of all of the state, as they give parameters their names
-    objects: dict[str, _Module | _Optimizer | _Many]  # dotted name -> what is recognised there
+    objects: dict[str, Known]  # dotted name -> what is recognised there
     watch: Watch
     alone: frozenset[int]  # leaves that a walk gives as new objects
     graphs: list[int]  # leaves that keep a graph alive unless they are detached
     addresses: Array  # every snapshot's: not to be changed
     again: Again[list[torch.Tensor], Glance]
     parts: frozenset[str]
-    whole: list[tuple[str, _Module | _Optimizer]] | None  # of each part, if all are such and nothing else has names
+    whole: list[tuple[str, Part]] | None  # of each part, if all are such and nothing else has names
 
     def all_of(self, state: Mapping[Any, Any]) -> tuple[list[Any], list[torch.Tensor]] | None:
         """The tree and the tensors of a state, all of whose parts are known modules and optimizers, as most are. None
@@ -368,7 +200,7 @@ def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
         modules.append((key, look[0]))
     counts = Counter(each.name for each in encoder.provided)
     live = list(encoder.tensors)
-    objects: dict[str, _Module | _Optimizer | _Many] = {}
+    objects: dict[str, Known] = {}
     alone: list[int] = []
     for each in encoder.provided:
         if counts[each.name] > 1:
@@ -377,7 +209,7 @@ def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
         known = _many(each) or _module(each, names, looks, live) or _optimizer(each, live)
         if known is not None:
             objects[each.name] = known
-        if isinstance(known, _Module):
+        if isinstance(known, KnownModule):
             alone += range(each.first, each.stop)
     memory = Memory(
         plan=plan,
@@ -396,13 +228,11 @@ def remember(encoder: Encoder, plan: Plan, addresses: Array) -> Memory | None:
     return memory if right and set(PLAIN).issuperset(map(type, live)) else None
 
 
-def _whole(
-    plan: Plan, modules: list[tuple[str, Any]], objects: Mapping[str, _Module | _Optimizer | _Many]
-) -> list[tuple[str, _Module | _Optimizer]] | None:
+def _whole(plan: Plan, modules: list[tuple[str, Any]], objects: Mapping[str, Known]) -> list[tuple[str, Part]] | None:
     structure = plan.structure
     parts = [(span.part, objects.get(span.part)) for span in structure.spans]
-    known = [(name, part) for name, part in parts if isinstance(part, _Module | _Optimizer)]
-    named = [(name, part.seen) for name, part in known if isinstance(part, _Module)]
+    known = [(name, part) for name, part in parts if isinstance(part, Part)]
+    named = [(name, part.seen) for name, part in known if isinstance(part, KnownModule)]
     plain = all(map(str.isascii, map(itemgetter(0), known)))  # others are not their keys' own nodes
     if (
         not plain
@@ -416,16 +246,16 @@ def _whole(
     return known if same else None
 
 
-def _many(each: Provided) -> _Many | None:
+def _many(each: Provided) -> KnownMany | None:
     if type(each.value) not in (dict, list):
         return None
     keys = list(each.value) if type(each.value) is dict else None
-    return _Many(each.first, len(each.value), each.node, keys)
+    return KnownMany(each.first, len(each.value), each.node, keys)
 
 
 def _module(
     each: Provided, names: list[str], looks: dict[int, _Look | None], live: list[torch.Tensor]
-) -> _Module | None:
+) -> KnownModule | None:
     if each.node[1] != "module":
         return None
     look, studied = looks.get(id(each.value)) or look_at_module(each.value), study_module(each.value)
@@ -436,10 +266,10 @@ def _module(
         return None
     places = [place for _, place in order]
     live[each.first : each.stop] = picked(look[1], places)
-    return _Module(_Kind(type(each.value), "module"), each.first, each.node, look[0], places)
+    return KnownModule(Kind(type(each.value), "module"), each.first, each.node, look[0], places)
 
 
-def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
+def _optimizer(each: Provided, live: list[torch.Tensor]) -> KnownOptimizer | None:
     tree, look = each.node[3], look_at_optimizer(each.value) if each.node[1] == "optimizer" else None
     if look is None or type(tree) is not dict or list(tree) != ["state", "param_groups"]:
         return None
@@ -449,14 +279,12 @@ def _optimizer(each: Provided, live: list[torch.Tensor]) -> _Optimizer | None:
     if not parameters.issuperset(map(id, each.value.state)) or not all(map(is_, values, live[each.first : stop])):
         return None
     params = [node["params"] if type(node) is dict else node[-1] for node in tree["param_groups"][1:]]
-    settings = [_Settings.of(*pair) for pair in zip(each.value.param_groups, tree["param_groups"][1:], strict=True)]
-    kind = _Kind(type(each.value), "optimizer")
-    return _Optimizer(kind, each.first, each.node, seen, params, settings, entries_at_a_glance())
+    settings = [Settings.of(*pair) for pair in zip(each.value.param_groups, tree["param_groups"][1:], strict=True)]
+    kind = Kind(type(each.value), "optimizer")
+    return KnownOptimizer(kind, each.first, each.node, seen, params, settings, entries_at_a_glance())
 
 
-def _is_right(
-    known: _Module | _Optimizer | _Many, name: str, recalling: Recalling, walked: Encoder, live: Sequence[torch.Tensor]
-) -> bool:
+def _is_right(known: Known, name: str, recalling: Recalling, walked: Encoder, live: Sequence[torch.Tensor]) -> bool:
     """What is recalled is what the walk has found. Checked once, before it is relied on."""
     [each] = [each for each in walked.provided if each.name == name]
     probe = Encoder(walked.state)

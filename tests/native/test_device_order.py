@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stepwell.native import DeviceEngine, Done, Engine, Job, Latch, Op, PieceMap, Region, Ticket
+from stepwell.native import Copies, DeviceEngine, Done, Engine, Job, Latch, Op, PieceMap, Region, Ticket
 from tests.fakecuda import ENGINE, USER, FakeCuda
 
 Run = Callable[[Engine, list[Job]], list[Done]]
@@ -63,6 +63,38 @@ def test_copies_start_after_their_mark(
     fake.go()
     assert [done.result for done in wait(gpu, 2)] == [SIZE, SIZE]
     assert bytes(pinned.view(0, 2 * SIZE)) == b"\x07" * (2 * SIZE)
+
+
+def test_copies_of_a_mark_are_made_in_the_order_of_its_stream(
+    gpu: DeviceEngine, fake: FakeCuda, stream: int, wait: Wait, pinned: Region
+) -> None:
+    data, aside = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
+    half, there, here = SIZE // 2, aside.ctypes.data, data.ctypes.data
+    copies = Copies([(there + half, here, half), (there, here + half, half)])
+    for value in (3, 9):
+        fake.hold(USER)
+        fake.write(stream, here, value, half)
+        fake.write(stream, here + half, value + 1, half)
+        mark = gpu.mark(stream, copies)
+        fake.write(stream, here, 77, SIZE)
+        job = Job(Op.D2H, address=pinned.address, length=SIZE, pieces=shard_of(aside), mark=mark)
+        gpu.submit([job])
+        fake.go()
+        assert [done.result for done in wait(gpu, 1)] == [SIZE]
+        assert bytes(pinned.view(0, SIZE)) == bytes([value + 1]) * half + bytes([value]) * half
+
+
+def test_a_mark_whose_copies_fail_is_none(gpu: DeviceEngine, fake: FakeCuda, stream: int) -> None:
+    data = np.zeros(SIZE, np.uint8)
+    copies = Copies([(data.ctypes.data, data.ctypes.data + at, 8) for at in (8, 16, 24)])
+    gpu.mark(stream)
+    events = fake.owned()
+    fake.fail("cuMemcpyDtoDAsync_v2", 700, nth=2)
+    with pytest.raises(OSError, match="marking a stream of device 0: cuMemcpyDtoDAsync"):
+        gpu.mark(stream, copies)
+    assert fake.owned() == events and fake.count("depth") == 0
+    assert gpu.mark(stream, copies) is not None
+    fake.finish(stream)  # they use the memory of this test
 
 
 @pytest.mark.parametrize("count", [1, 16])

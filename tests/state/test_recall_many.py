@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepwell.state import PlanCache, capture, encode, recall
+from stepwell.state import PlanCache, capture, encode, known
 from tests.state.changes import CHANGES, make_state, stepped
 from tests.state.test_recapture import check, same
 
@@ -49,14 +49,14 @@ def _loose() -> dict[str, Any]:
 def recalled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the dicts and lists that were recalled."""
     found: list[str] = []
-    kept = recall._Many.recall
+    kept = known.KnownMany.recall
 
     def note(self: Any, recalling: Any, encoder: Any, value: Any, name: str) -> Any:
         node = kept(self, recalling, encoder, value, name)
         found.append(name)
         return node
 
-    monkeypatch.setattr(recall._Many, "recall", note)
+    monkeypatch.setattr(known.KnownMany, "recall", note)
     return found
 
 

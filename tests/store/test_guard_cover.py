@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.cover import FIXED, STASH_BYTES, STASH_BYTES_MAX, UNCOVERED, Cover, Layout, Leaves, Stash
-from stepwell.native import Latch
+from stepwell import stash as stashing
+from stepwell.cover import FIXED, UNCOVERED, Cover, Layout, Leaves
+from stepwell.native import Copies, Latch
+from stepwell.stash import STASH_BYTES, STASH_BYTES_MAX, STRETCHES_BYTES_MAX, STRETCHES_MAX, Aside, Stash
 from stepwell.state import Snapshot, capture
 from stepwell.state.whereabouts import HOST
-from tests.state.standing import standing
+from tests.state.standing import Standing, standing
 
 CHUNK = 4096
 sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
@@ -58,10 +63,10 @@ def test_what_is_put_aside_does_not_change_any_more(lengths: list[int], data: st
     snapshot = _captured(lengths)
     count = len(snapshot.plan.structure.names)
     owners = np.array([data.draw(st.sampled_from([UNCOVERED, FIXED, 0])) for _ in range(count)], np.intp)
-    stash = Stash(snapshot, owners, snapshot.plan.structure.gpus)
+    stash = Stash(snapshot, owners == UNCOVERED, snapshot.plan.structure.gpus)
     assert stash.leaves.tolist() == [leaf for leaf in range(count) if owners[leaf] == UNCOVERED and lengths[leaf]]
     before = [_bytes(snapshot, leaf) for leaf in range(count)]
-    aside = stash.put_aside(snapshot)
+    aside, _ = stash.put_aside(snapshot)
     for tensor in snapshot.tensors:
         tensor.add_(1)
     for leaf in range(count):
@@ -77,21 +82,112 @@ def test_what_is_put_aside_on_gpus_is_theirs(lengths: list[int], data: st.DataOb
         for tensor in tensors:
             gpus.put(tensor, data.draw(st.integers(0, 1)))
         snapshot = capture({"model": {f"w{number}": tensor for number, tensor in enumerate(tensors)}})
-        stash = Stash(snapshot, np.full(len(lengths), UNCOVERED, np.intp), snapshot.plan.structure.gpus)
+        stash = Stash(snapshot, np.ones(len(lengths), np.bool_), snapshot.plan.structure.gpus)
         for _ in range(2):
             before = [_bytes(snapshot, leaf) for leaf in range(len(lengths))]
-            aside = stash.put_aside(snapshot)
+            aside, _ = stash.put_aside(snapshot)
             for tensor in tensors:
                 tensor.add_(1)
             assert [_bytes(aside, leaf) for leaf in range(len(lengths))] == before
             assert not set(aside.addresses.tolist()) & set(snapshot.addresses.tolist())
 
 
+class Memory:
+    """A piece of memory with gaps, in which tiny tensors stand for an optimizer's on a GPU."""
+
+    def __init__(self, gaps: list[int]) -> None:
+        self.room = np.zeros(sum(gaps) + 4 * len(gaps), np.uint8)
+        self.begin = self.room.ctypes.data
+        ends = np.cumsum([gap + 4 for gap in gaps]).tolist()
+        self.tensors = [torch.frombuffer(self.room, dtype=torch.uint8, offset=end - 4, count=4) for end in ends]
+
+    def fill(self, value: int) -> None:
+        for number, tensor in enumerate(self.tensors):
+            tensor.fill_((value + number) % 256)
+
+    def captured(self, gpus: Standing) -> Snapshot:
+        for tensor in self.tensors:
+            gpus.put(tensor)
+        return capture({"model": {f"w{number}": tensor for number, tensor in enumerate(self.tensors)}})
+
+
+def make(copies: Mapping[int, Copies]) -> None:
+    """As a mark does."""
+    for gpu in copies:
+        words = list(copies[gpu].words)
+        for at in range(0, len(words), 3):
+            to, begin, size = words[at : at + 3]
+            ctypes.memmove(to, begin, size)
+
+
+@given(gaps=st.lists(st.integers(0, 700), min_size=1, max_size=30), cuts=st.sets(st.integers(1, 29), max_size=3))
+@settings(max_examples=60)
+def test_tiny_ones_near_each_other_are_copied_with_what_lies_between(gaps: list[int], cuts: set[int]) -> None:
+    memory = Memory(gaps)
+    ends = [0, *(sum(gaps[:cut]) + 4 * cut for cut in sorted(cuts) if cut < len(gaps)), memory.room.size]
+    segments = [(memory.begin + begin, memory.begin + end) for begin, end in pairwise(ends)]
+    with standing() as gpus, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stashing, "segments_of", lambda gpu: segments[::-1])
+        snapshot = memory.captured(gpus)
+        stash = Stash(snapshot, np.ones(len(gaps), np.bool_), snapshot.plan.structure.gpus)
+        taken: list[Aside] = []
+        for value in range(5):
+            memory.fill(value)
+            saved, aside = stash.put_aside(snapshot)
+            assert aside is not None and set(aside.copies) == {0} and aside.copies[0].count == len(segments)
+            make(aside.copies)
+            memory.fill(100)
+            found = [_bytes(saved, leaf)[0] for leaf in range(len(gaps))]
+            assert found == [(value + number) % 256 for number in range(len(gaps))]
+            assert {id(each) for each in aside.memory} <= {id(each) for each in saved.storages}
+            taken.append(aside)
+            for each in taken if value == 1 else ():
+                each.give_back()
+        first, second, third, fourth, fifth = map(id, taken)
+        assert first != second and {third, fourth} == {first, second} and fifth not in (first, second)
+
+
+@pytest.mark.parametrize("what", ["none is told", "one is outside", "too far", "too many"])
+def test_tiny_ones_that_are_not_near_each_other_are_taken_one_by_one(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory([STRETCHES_BYTES_MAX if what == "too far" else 30] * (STRETCHES_MAX + 2))
+    begin, end = memory.begin, memory.begin + memory.room.size
+    segments = {
+        "none is told": [],
+        "one is outside": [(begin, end - 1)],
+        "too far": [(begin, end)],
+        "too many": [(begin + at, begin + at + 34) for at in range(0, memory.room.size, 34)],
+    }[what]
+    monkeypatch.setattr(stashing, "segments_of", lambda gpu: segments)
+    with standing() as gpus:
+        snapshot = memory.captured(gpus)
+        stash = Stash(snapshot, np.ones(len(memory.tensors), np.bool_), snapshot.plan.structure.gpus)
+        memory.fill(1)
+        saved, aside = stash.put_aside(snapshot)
+        memory.fill(50)
+    assert aside is None and [_bytes(saved, leaf)[0] for leaf in range(len(memory.tensors))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_addresses_that_were_seen_before_are_moved_once() -> None:
+    memory = Memory([10] * 5)
+    with standing() as gpus, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stashing, "segments_of", lambda gpu: [(memory.begin, memory.begin + memory.room.size)])
+        snapshot = memory.captured(gpus)
+        stash = Stash(snapshot, np.ones(5, np.bool_), snapshot.plan.structure.gpus)
+        _, aside = stash.put_aside(snapshot)
+    assert aside is not None
+    here = aside.within(snapshot.addresses)
+    assert aside.within(snapshot.addresses) is here
+    others = snapshot.addresses + np.uint64(0)
+    assert aside.within(others) is not here and np.array_equal(aside.within(others), here)
+
+
 def test_what_is_put_aside_lives_until_it_is_let_go() -> None:
     snapshot = _captured([10, 5000])
-    stash = Stash(snapshot, np.array([UNCOVERED, 0], np.intp), snapshot.plan.structure.gpus)
+    stash = Stash(snapshot, np.array([True, False]), snapshot.plan.structure.gpus)
     snapshot.hold([snapshot.tensors[1]])
-    aside = stash.put_aside(snapshot)
+    aside, _ = stash.put_aside(snapshot)
     [_, memory] = aside.storages
     assert memory.data_ptr() == int(aside.addresses[0])
     aside.let_go()
@@ -158,8 +254,7 @@ def test_inference_tensors_count_no_changes() -> None:
 
 def test_large_tensors_and_too_many_are_not_put_aside() -> None:
     snapshot = _captured([STASH_BYTES, STASH_BYTES - 1])
-    owners = np.full(2, UNCOVERED, np.intp)
-    assert Stash(snapshot, owners, snapshot.plan.structure.gpus).leaves.tolist() == [1]
+    assert Stash(snapshot, np.ones(2, np.bool_), snapshot.plan.structure.gpus).leaves.tolist() == [1]
     many = _captured([STASH_BYTES - 1] * (STASH_BYTES_MAX // STASH_BYTES + 1))
-    owners = np.full(len(many.plan.structure.names), UNCOVERED, np.intp)
-    assert not len(Stash(many, owners, many.plan.structure.gpus).leaves)
+    every = np.ones(len(many.plan.structure.names), np.bool_)
+    assert not len(Stash(many, every, many.plan.structure.gpus).leaves)
