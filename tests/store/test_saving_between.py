@@ -198,7 +198,7 @@ def test_an_error_that_a_handler_raises_in_save_is_not_taken_for_block_timeout(t
     with stepwell.open(run="run", tiers=[arena, tier]) as store:
         store.save(1, state()).wait()
         tier.plan = [Fault("write", 1, "stall", times=ALWAYS)]
-        store.save(2, large)
+        save = store.save(2, large)
 
         def handler() -> None:
             raise TimeoutError("mine")
@@ -208,7 +208,6 @@ def test_an_error_that_a_handler_raises_in_save_is_not_taken_for_block_timeout(t
             with pytest.raises(TimeoutError, match="^mine$"):
                 store.save(3, large)
             thread.join()
-            save = store._saves[0]
             thread = strike_when(lambda: main_thread_is_in("wait"))
             with pytest.raises(TimeoutError, match="^mine$"):
                 save.wait()
