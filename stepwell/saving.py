@@ -8,6 +8,7 @@ import contextlib
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ from stepwell.state import Snapshot
 from stepwell.tiers.base import Tier, TierInfo
 from stepwell.units import format_duration
 from stepwell.waiting import done_within
+
+#: what a thread that is told to go on needs until it asks for the interpreter
+HAND_OVER_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Save:
         self.captured: concurrent.futures.Future[None] = concurrent.futures.Future()  # save() may return
         self.copied: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.cover = order.cover  # until all is copied
+        self._waited_for = False  # by save()
         self._returns_at_once = order.cover is not None and not order.cover.urgent
         self.running: asyncio.Task[None] | None = None  # the writer's work on it; for the event loop
         self.blocked_seconds = 0.0
@@ -198,7 +203,10 @@ class Save:
 
     def captured_within(self, seconds: float) -> bool:
         """Blocks until the state may change again, as far as no guard covers it, at most so long; whether it may."""
-        return self._returns_at_once or done_within(self.captured, seconds)
+        if self._returns_at_once:
+            return True
+        self._waited_for = True
+        return done_within(self.captured, seconds)
 
     def abandon(self) -> None:
         """Ends the writer's work on it. For the event loop."""
@@ -214,6 +222,8 @@ class Save:
     def mark_captured(self) -> None:
         if not self.captured.done():
             self.captured.set_result(None)
+            if self._waited_for:  # else it would get the interpreter when this thread has been asked for it for 5 ms
+                time.sleep(HAND_OVER_S)
 
     def mark_copied(self) -> None:
         """Nothing of the state is needed any more: all is copied, or the save has failed."""
