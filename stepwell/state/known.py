@@ -93,7 +93,7 @@ class KnownOptimizer:
         if tensors is None or not walk.same_names:
             raise Changed
         add(encoder, tensors)
-        nodes = self._settings_of(value, lambda group, name_: encoder.encode(group, join(name, name_)))
+        nodes = self._settings_of(value, lambda group, inner: encoder.encode(group, join(name, inner)))
         assert nodes is not None, "what is not known is encoded"
         return self._node_with(nodes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from stepwell import stash as stashing
 from stepwell.cover import FIXED, UNCOVERED, Cover, Layout, Leaves
-from stepwell.native import Copies, Latch
-from stepwell.stash import STASH_BYTES, STASH_BYTES_MAX, STRETCHES_BYTES_MAX, STRETCHES_MAX, Aside, Stash
+from stepwell.native import Copies, DeviceEngine, Job, Latch, Op, PieceMap, probe_device
+from stepwell.stash import STASH_BYTES, STASH_BYTES_MAX, STRETCHES_BYTES_MAX, STRETCHES_MAX, Aside, Stash, segments_of
 from stepwell.state import Snapshot, capture
 from stepwell.state.whereabouts import HOST
 from tests.state.standing import Standing, standing
@@ -258,3 +259,42 @@ def test_large_tensors_and_too_many_are_not_put_aside() -> None:
     many = _captured([STASH_BYTES - 1] * (STASH_BYTES_MAX // STASH_BYTES + 1))
     every = np.ones(len(many.plan.structure.names), np.bool_)
     assert not len(Stash(many, every, many.plan.structure.gpus).leaves)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not probe_device()[0], reason="no GPU")
+def test_an_optimizer_s_numbers_on_a_gpu_are_copied_by_the_mark() -> None:
+    """By the segments of torch's own memory, in the order of the current stream."""
+    parameters = [torch.nn.Parameter(torch.rand(2000, device="cuda")) for _ in range(50)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    engine = DeviceEngine("marks", 0)
+
+    def step() -> list[float]:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [float(state["step"]) for state in optimizer.state.values()]
+
+    step()
+    for _ in range(4):
+        snapshot = capture({"optimizer": optimizer})
+        tiny = [leaf for leaf, tensor in enumerate(snapshot.tensors) if tensor.numel() == 1]
+        uncovered = np.isin(np.arange(len(snapshot.tensors)), tiny)
+        stash = Stash(snapshot, uncovered, snapshot.plan.structure.gpus)
+        assert len(tiny) == 50 and len(stash._near) == 1, segments_of(0)
+        for _ in range(3):
+            before = step()
+            saved, aside = stash.put_aside(snapshot)
+            assert aside is not None
+            mark = engine.mark(torch.cuda.current_stream().cuda_stream, aside.copies[0])
+            step()
+            found = np.zeros(len(tiny), np.float32)
+            offsets = np.arange(0, 4 * len(tiny) + 1, 4, dtype=np.uint64)
+            pieces = PieceMap(offsets, saved.addresses[tiny], saved)
+            job = Job(Op.D2H, address=found.ctypes.data, length=found.nbytes, pieces=pieces, mark=mark)
+            engine.submit([job])
+            while not (done := engine.reap()):
+                time.sleep(0.001)
+            assert done[0].result == found.nbytes and found.tolist() == before
+            aside.give_back()
+    engine.close()
