@@ -127,6 +127,7 @@ class Saver:
         chain, first = self._chain, self._chain.first
         attempt = Attempt(await self._owner.take(order.job), order.call, order.step)
         save.checkpoint = attempt.folder
+        self.on_named(save, attempt)
         key = CheckpointKey(chain.run, attempt.folder)
         jobs = [
             ShardJob(
@@ -161,7 +162,6 @@ class Saver:
                     target, jobs, save.mark_copied, on_captured=save.mark_captured, on_whole=whole.set, kept=kept
                 )
             )
-            self.on_named(save, attempt)  # not before: the caller may be waiting for these copies
             await either(putting, whole)
             if save.failed:  # save() has left meanwhile: what was copied since need not be the state of its call
                 why = f"the save was given up while the state was being copied: {save.error}"
