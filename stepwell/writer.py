@@ -205,8 +205,11 @@ class RunWriter:
         except Exception as error:  # it is decided, and said, when the checkpoint is there
             log.debug("cannot foresee where step %d goes: %s", save.step, error)
             return
+        there = self._chain.tiers[0] if save.held else self._chain.first
+        if self._chain.catalog.known_manifest(attempt, there) is not None:
+            return  # `_follow` says it, or has
         for name in self._below:
-            if name not in planned and attempt not in self._chain.catalog.holdings:
+            if name not in planned:
                 self._not_planned(save, name)
 
     def _flushed(self, save: Save, tier: str, done: asyncio.Future[None]) -> None:

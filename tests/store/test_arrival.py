@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import stepwell
 from stepwell.errors import NotPlanned, SaveFailed, WaitTimeout
+from stepwell.format.names import Attempt
 from stepwell.policies.base import Policy
 from stepwell.policies.flush import FlushNewest, FlushRule
 from stepwell.tiers.file import FileTier
@@ -114,12 +117,24 @@ def test_close_raises_while_the_last_tier_fails_and_says_why(tmp_path: Path) -> 
 # -- what is not planned -------------------------------------------------------------------------
 
 
-def test_waiting_for_a_tier_where_it_is_not_sent_ends_before_the_first_tier_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("foreseen", ["at once", "once memory has it"])
+def test_waiting_for_a_tier_where_it_is_not_sent_ends_before_the_first_tier_has_it(
+    tmp_path: Path, foreseen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, far = disk(tmp_path, name="near"), disk(tmp_path, name="far")
     policies: list[Policy] = [FlushRule("far", every_steps=10), FlushNewest("far")]
     with stepwell.open(run="run", tiers=[host(), near, far], policies=policies) as store:
         store.save(2, state()).wait("far")
         near.plan = [Fault("write", 1, "stall", times=ALWAYS)]
+        foresee = store._writer.steering.foresee
+
+        async def late(attempt: Attempt, size_bytes: int, parts: Iterable[str]) -> set[str]:
+            while attempt not in store.catalog.holdings:
+                await asyncio.sleep(0.001)
+            return await foresee(attempt, size_bytes, parts)
+
+        if foreseen != "at once":
+            monkeypatch.setattr(store._writer.steering, "foresee", late)
         save = store.save(3, state())
         with pytest.raises(NotPlanned, match=r"no policy sends this step there \(step 3, tier far\).*store.flush\(3"):
             save.wait("far", timeout=20)
