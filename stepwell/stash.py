@@ -97,10 +97,7 @@ class Aside:
         self._leaves = np.concatenate([each.leaves for each in near])
         self._places = np.concatenate([each.offsets + np.uint64(address) for each, address in pairs])
         self._ready = ready
-        self._seen: tuple[Array | None, Array] = (
-            None,
-            self._places,
-        )  # the last addresses, and these with the leaves here
+        self._seen: tuple[Array | None, Array] = (None, self._places)  # what `within` was given last, and gave
 
     def within(self, addresses: Array) -> Array:
         """The addresses of all leaves of the plan, with those of its own leaves here. Not to be changed."""
@@ -149,21 +146,21 @@ def _near(snapshot: Snapshot, shelf: _Shelf, gpu: int) -> _Near | None:
     """None if they do not, or if nobody can tell what else lies there. An optimizer keeps a number for each parameter;
     torch puts all of them into one segment, if they are made one after the other."""
     begins = snapshot.addresses[shelf.leaves]
+    ends = begins + shelf.sizes
     segments = np.array(sorted(segments_of(gpu)), np.uint64).reshape(-1, 2)
     mine = np.searchsorted(segments[:, 0], begins, side="right") - 1
-    if not segments.size or mine.min() < 0 or (begins + shelf.sizes > segments[mine, 1]).any():
+    if not segments.size or mine.min() < 0 or (ends > segments[mine, 1]).any():
         return None
-    stretches = [
-        (int(begins[mine == each].min()), int((begins + shelf.sizes)[mine == each].max()))
-        for each in np.unique(mine).tolist()
-    ]
-    total = sum(end - begin for begin, end in stretches)
+    stretches: list[Stretch] = []
+    offsets, total = np.empty_like(begins), 0
+    for segment in np.unique(mine):
+        inside = mine == segment
+        begin, end = int(begins[inside].min()), int(ends[inside].max())
+        stretches.append((begin, end))
+        offsets[inside] = begins[inside] - np.uint64(begin) + np.uint64(total)
+        total += end - begin
     if len(stretches) > STRETCHES_MAX or total > STRETCHES_BYTES_MAX:
         return None
-    offsets, at = np.empty_like(begins), 0
-    for each, (begin, end) in zip(np.unique(mine).tolist(), stretches, strict=True):
-        offsets[mine == each] = begins[mine == each] - np.uint64(begin) + np.uint64(at)
-        at += end - begin
     device = snapshot.tensors[int(shelf.leaves[0])].device
     return _Near(gpu, device, shelf.leaves, offsets, stretches, total)
 

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 Found = TypeVar("Found")
 
-
 #: a record that is of no use costs a look; of a state that changes each time, one look in so many makes one
 SKIPPED_MAX = 63
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -233,17 +233,11 @@ def _whole(plan: Plan, modules: list[tuple[str, Any]], objects: Mapping[str, Kno
     parts = [(span.part, objects.get(span.part)) for span in structure.spans]
     known = [(name, part) for name, part in parts if isinstance(part, Part)]
     named = [(name, part.seen) for name, part in known if isinstance(part, KnownModule)]
-    plain = all(map(str.isascii, map(itemgetter(0), known)))  # others are not their keys' own nodes
-    if (
-        not plain
-        or len(known) != len(parts)
-        or len(named) != len(modules)
-        or structure.replicated
-        or structure.subclasses
-    ):
+    if len(known) != len(parts) or len(named) != len(modules) or structure.replicated or structure.subclasses:
         return None
+    plain = all(name.isascii() for name, _ in known)  # others are not their keys' own nodes
     same = all(name == key and seen is look for (name, seen), (key, look) in zip(named, modules, strict=True))
-    return known if same else None
+    return known if plain and same else None
 
 
 def _many(each: Provided) -> KnownMany | None:
