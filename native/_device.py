@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stepwell.native import _engine
 from stepwell.native._engine import ffi, lib
 from stepwell.native._engine_face import Engine, make_engine
@@ -44,12 +47,21 @@ def trip_library() -> str:
     return _engine.__file__
 
 
-class Copies:
-    """Copies within the memory of a device, of (to, from, bytes) each, ready to be put on a stream many times."""
+class Gathering:
+    """Pieces of a device's memory, to be copied one behind the other to one place of it, as often as is wanted."""
 
-    def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        self.words: Any = ffi.new("uint64_t[]", [word for copy in copies for word in copy])
-        self.count = len(copies)
+    def __init__(self, to: int, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> None:
+        """to: an address. addresses, sizes (bytes): of each piece; nobody changes them."""
+        self.to, self.addresses, self.sizes = to, np.ascontiguousarray(addresses), np.ascontiguousarray(sizes)
+        self._told: Any = ffi.new("sw_gathering *", {"to": to, "count": len(addresses)})
+        self._told.addresses, self._told.sizes = (
+            ffi.cast("uint64_t *", words.ctypes.data) for words in (self.addresses, self.sizes)
+        )
+
+    def by(self, kernel: int) -> Any:
+        """As the native part takes it. kernel: the function that gathers; 0: none."""
+        self._told.kernel = kernel
+        return self._told
 
 
 class DeviceEngine(Engine):
@@ -68,6 +80,7 @@ class DeviceEngine(Engine):
         self.device, self._library = device, library
         self._begin(name, "device", f"device {device} by {library}", threads=1, depth=depth, request_bytes=1 << 20)
         self._cuda = ffi.gc(lib.sw_device_cuda(self._handle), lib.sw_cuda_drop)
+        self._gather = 0
         #: why `pin` was refused last, in words; empty: it was not
         self.pin_refusal = ""
 
@@ -76,13 +89,14 @@ class DeviceEngine(Engine):
         more = {"library": library, "device": self.device, "reason": reason, "reason_bytes": TEXT_BYTES}
         return make_engine(self, more, lambda: ffi.string(reason).decode())
 
-    def mark(self, stream: int, copies: Copies | None = None) -> Mark:
+    def mark(self, stream: int, first: Gathering | None = None) -> Mark:
         """The point that `stream` (a CUstream; 0: the default one) has come to in the caller's order: jobs with this
-        mark start after all that was put on the stream before. Costs the caller one record of an event. copies: are
-        put on the stream first; where they fail, some may have been made."""
+        mark start after all that was put on the stream before. Costs the caller one record of an event. first: is
+        put on the stream before that: a kernel for a few hundred small pieces, a copy for each other one; where one
+        fails, some may have been made."""
         cuda, out = self._context(), ffi.new("sw_event **")
-        words, count = (ffi.NULL, 0) if copies is None else (copies.words, copies.count)
-        if (result := lib.sw_cuda_mark(cuda, stream, words, count, out)) < 0:
+        told = ffi.NULL if first is None else first.by(self._gather)
+        if (result := lib.sw_cuda_mark(cuda, stream, told, out)) < 0:
             raise self._refusal(cuda, result, "marking a stream")
         return Mark(out[0])
 
@@ -155,6 +169,7 @@ class DeviceEngine(Engine):
         a copy of its own. They must outlive the engine."""
         with self._lock:
             lib.sw_device_kernels(self._alive(), gather, scatter, move)
+            self._gather = gather
 
     @property
     def memory_bytes(self) -> int:

@@ -60,14 +60,19 @@ static uint64_t stretch_end(const sw_map *map, uint64_t piece, uint64_t at, uint
     return at;
 }
 
+static int launch_on(sw_cuda *cuda, void *kernel, void *stream, uint64_t stage, sw_batch *batch, uint32_t count)
+{
+    void *parameters[] = {batch, &stage};
+    return SW_CUDA(cuda, cuLaunchKernel, kernel, count, KERNEL_PARTS, 1, KERNEL_THREADS, 1, 1, 0, stream, parameters,
+                   NULL);
+}
+
 static int launch(const crossing *way, uint64_t stage, sw_batch *batch, uint32_t count)
 {
     sw_device *device = way->device;
-    void *parameters[] = {batch, &stage};
     device->kernel_count++;
     device->uses_kernels |= way->kernels == device->kernels;
-    return SW_CUDA(device->cuda, cuLaunchKernel, way->kernel, count, KERNEL_PARTS, 1, KERNEL_THREADS, 1, 1, 0,
-                   way->kernels, parameters, NULL);
+    return launch_on(device->cuda, way->kernel, way->kernels, stage, batch, count);
 }
 
 /* Kernels for the pieces of [at, end), the first byte of which is at `stage` on the other side. */
@@ -284,4 +289,29 @@ int sw_device_pack(sw_device *device, const sw_job *job)
     if (!result && way.moves && moves.count)
         result = launch_moves(&way);
     return result;
+}
+
+/* In the order of any stream, by any thread. Larger pieces are copies of their own here, too. */
+int sw_cuda_gather(sw_cuda *cuda, const sw_gathering *all, void *stream)
+{
+    void *kernel = (void *)(uintptr_t)all->kernel;
+    sw_batch batch;
+    uint64_t to = all->to, first = to;
+    uint32_t count = 0;
+    int result = 0;
+    for (uint64_t at = 0; at < all->count && !result; to += all->sizes[at++]) {
+        if (!kernel || all->sizes[at] >= SW_SMALL_BYTES) {
+            result = SW_CUDA(cuda, cuMemcpyDtoDAsync, to, all->addresses[at], all->sizes[at], stream);
+            continue;
+        }
+        if (count && (count == SW_BATCH_PIECES || to - first > UINT32_MAX)) {
+            result = launch_on(cuda, kernel, stream, first, &batch, count);
+            count = 0;
+        }
+        first = count ? first : to;
+        batch.addresses[count] = all->addresses[at];
+        batch.offsets[count] = (uint32_t)(to - first);
+        batch.lengths[count++] = (uint32_t)all->sizes[at];
+    }
+    return result || !count ? result : launch_on(cuda, kernel, stream, first, &batch, count);
 }

@@ -261,7 +261,7 @@ int sw_cuda_begin(sw_cuda *cuda, int *mode)
 
 /* An event after all that was put on the caller's stream up to now, and after copies within the device that are put
  * there first, each of them (to, from, bytes). */
-int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const uint64_t *copies, size_t count, sw_event **out)
+int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const sw_gathering *first, sw_event **out)
 {
     void *handle = (void *)(uintptr_t)stream;
     sw_event *event = NULL;
@@ -271,8 +271,8 @@ int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const uint64_t *copies, size_t 
     result = refuse_capture(cuda, handle);
     if (!result)
         result = sw_event_take(cuda, &event);
-    for (const uint64_t *copy = copies; !result && copy < copies + 3 * count; copy += 3)
-        result = SW_CUDA(cuda, cuMemcpyDtoDAsync, copy[0], copy[1], copy[2], handle);
+    if (!result && first)
+        result = sw_cuda_gather(cuda, first, handle);
     if (!result)
         result = SW_CUDA(cuda, cuEventRecord, event->handle, handle);
     sw_cuda_leave(cuda, mode);

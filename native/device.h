@@ -147,6 +147,7 @@ typedef struct {
 /* crossing.c */
 int sw_device_cross(sw_device *device, const sw_job *job);
 int sw_device_pack(sw_device *device, const sw_job *job);
+int sw_cuda_gather(sw_cuda *cuda, const sw_gathering *all, void *stream);
 void sw_device_stages_free(sw_device *device);
 
 /* latch.c */

@@ -239,12 +239,20 @@ void sw_device_free(sw_engine *engine);
 sw_cuda *sw_device_cuda(sw_engine *engine);
 void sw_device_kernels(sw_engine *engine, uint64_t gather, uint64_t scatter, uint64_t move);
 
+/* Pieces of a device's memory that are copied one behind the other to one place of it. */
+typedef struct {
+    uint64_t kernel; /* the function that gathers; 0: each piece is a copy of its own */
+    uint64_t to;
+    const uint64_t *addresses, *sizes;
+    uint64_t count;
+} sw_gathering;
+
 /* cuda.c */
 int sw_probe_cuda(const char *library, char *reason, size_t size);
 int64_t sw_cuda_total_bytes(const char *library, int device, char *reason, size_t size);
 void sw_cuda_hold(sw_cuda *cuda);
 void sw_cuda_drop(sw_cuda *cuda);
-int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const uint64_t *copies, size_t count, sw_event **out);
+int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const sw_gathering *first, sw_event **out);
 int sw_cuda_release(sw_cuda *cuda, sw_latch *latch, uint64_t stream);
 int sw_cuda_pin(sw_cuda *cuda, uint64_t address, uint64_t bytes);
 int sw_cuda_unpin(sw_cuda *cuda, uint64_t address);

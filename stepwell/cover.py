@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stepwell.errors import StateError, StepwellError
-from stepwell.native import Copies, Latch
+from stepwell.native import Gathering, Latch
 from stepwell.native._objects import numbers
 from stepwell.shardjob import ChunkCover
 from stepwell.stash import Aside
@@ -121,9 +121,9 @@ class Cover:
         self._error: StepwellError | None = None
 
     @property
-    def copies(self) -> Mapping[int, Copies]:
-        """GPU -> copies that are made with the save's marks."""
-        return {} if self._aside is None else self._aside.copies
+    def gatherings(self) -> Mapping[int, Gathering]:
+        """GPU -> what is copied there by the save's mark."""
+        return {} if self._aside is None else self._aside.gatherings
 
     def chunks(self, shard: int) -> list[ChunkCover]:
         """What waits for each chunk of a shard."""

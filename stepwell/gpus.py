@@ -15,14 +15,14 @@ from typing import Any
 from stepwell.errors import StepwellError
 from stepwell.fetching import Copier
 from stepwell.hostmem import local_rank
-from stepwell.native import AsyncEngine, Copies, DeviceEngine, Latch, Mark, _kernels
+from stepwell.native import AsyncEngine, DeviceEngine, Gathering, Latch, Mark, _kernels
 from stepwell.tiers.host import Arena
 from stepwell.tripwire import arm
 
 log = logging.getLogger("stepwell")
 
 CUDA = "libcuda.so.1"
-_NONE: Mapping[int, Copies] = {}
+_NONE: Mapping[int, Gathering] = {}
 
 
 def current_stream(gpu: int) -> int:
@@ -52,10 +52,10 @@ class Gpu:
         """All that have been made."""
         return [self.down, self.up, *([self.across] if "across" in self.__dict__ else [])]
 
-    def mark(self, copies: Copies | None = None) -> Mark:
-        """Copies with this mark come after all that the current stream was given until now. copies: it is given these
-        first."""
-        return self._down.mark(self.stream(self.index), copies)
+    def mark(self, first: Gathering | None = None) -> Mark:
+        """Copies with this mark come after all that the current stream was given until now. first: what it
+        is given before."""
+        return self._down.mark(self.stream(self.index), first)
 
     def release(self, latch: Latch) -> None:
         """The current stream goes on after the copies that a latch, which is at zero, stands for."""
@@ -118,14 +118,14 @@ class Gpus:
         self,
         indices: Iterable[int],
         run: Callable[[Coroutine[Any, Any, None]], None],
-        copies: Mapping[int, Copies] = _NONE,
+        first: Mapping[int, Gathering] = _NONE,
     ) -> dict[int, Mark]:
         """For each of these GPUs, this moment of the caller's current stream. run: runs a coroutine on the event loop,
-        for one that is not open yet. copies: are put on those streams first."""
+        for one that is not open yet. first: what those streams are given before."""
         for index in indices:
             if index not in self._open:
                 run(self.open(index))
-        return {index: self._open[index].mark(copies.get(index)) for index in indices}
+        return {index: self._open[index].mark(first.get(index)) for index in indices}
 
     def get(self, index: int) -> Gpu:
         return self._open[index]

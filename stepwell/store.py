@@ -215,7 +215,7 @@ class CheckpointStore(Warming):
             rewind_to=rewind_to,
             let_go=snapshot.let_go,
             cover=cover,
-            marks=self._runtime.gpus.marks(snapshot.plan.gpus, self._wait, {} if cover is None else cover.copies),
+            marks=self._runtime.gpus.marks(snapshot.plan.gpus, self._wait, {} if cover is None else cover.gatherings),
             line=self._line.number,
         )
         save = Save(order, self.tiers)

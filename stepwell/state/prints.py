@@ -265,6 +265,7 @@ def _saves_as_usual(optimizer: Any) -> bool:
 
 
 def _groups_of(optimizer: Any) -> tuple[list[int], bytes]:
-    """How many parameters each has, and the identities of all."""
-    groups = list(map(itemgetter("params"), optimizer.param_groups))
-    return list(map(len, groups)), identities(list(chain.from_iterable(groups)))
+    """How many parameters each has, and the identities of all: the parameters themselves need not be touched."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    lists = [params if type(params) is list else list(params) for params in groups]
+    return list(map(len, lists)), b"".join(map(identities, lists))

@@ -11,13 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stepwell.native import Copies, DeviceEngine, Done, Engine, Job, Latch, Op, PieceMap, Region, Ticket
-from tests.fakecuda import ENGINE, USER, FakeCuda
+from stepwell.native import DeviceEngine, Done, Engine, Gathering, Job, Latch, Op, PieceMap, Region, Ticket
+from stepwell.native._engine import lib
+from stepwell.native._kernels import PIECES_MAX
+from tests.fakecuda import ENGINE, GATHER, USER, FakeCuda
 
 Run = Callable[[Engine, list[Job]], list[Done]]
 Wait = Callable[[Engine, int], list[Done]]
 MakeDevice = Callable[..., DeviceEngine]
 WAIT_S = 60.0
+SMALL_BYTES: int = lib.SW_SMALL_BYTES
 SIZE = 8192  # of the region that a job of these tests fills
 
 
@@ -65,36 +68,58 @@ def test_copies_start_after_their_mark(
     assert bytes(pinned.view(0, 2 * SIZE)) == b"\x07" * (2 * SIZE)
 
 
-def test_copies_of_a_mark_are_made_in_the_order_of_its_stream(
-    gpu: DeviceEngine, fake: FakeCuda, stream: int, wait: Wait, pinned: Region
+@pytest.mark.parametrize("kernel", [GATHER, 0], ids=["kernels", "copies"])
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_a_mark_gathers_is_gathered_in_the_order_of_its_stream(
+    gpu: DeviceEngine, fake: FakeCuda, stream: int, wait: Wait, pinned: Region, kernel: int, data: st.DataObject
 ) -> None:
-    data, aside = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
-    half, there, here = SIZE // 2, aside.ctypes.data, data.ctypes.data
-    copies = Copies([(there + half, here, half), (there, here + half, half)])
+    """Whatever the sizes: small pieces by a kernel, some hundred at once, larger ones by a copy each."""
+    gpu.use_kernels(kernel, 0)
+    small, large = st.integers(0, 40), st.sampled_from([SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 5])
+    repeats = data.draw(st.sampled_from([1, 30, 100]))
+    lengths = data.draw(st.lists(small | large, min_size=1, max_size=5)) + data.draw(st.lists(small)) * repeats
+    places = np.cumsum([0, *lengths])
+    room, aside = np.zeros(places[-1] + 1, np.uint8), np.full(places[-1] + 1, 200, np.uint8)
+    order = data.draw(st.permutations(range(len(lengths))))
+    addresses = np.array([room.ctypes.data + places[at] for at in order], np.uint64)
+    gathering = Gathering(aside.ctypes.data, addresses, np.array([lengths[at] for at in order], np.uint64))
     for value in (3, 9):
+        wanted = np.arange(room.size, dtype=np.uint64) * value % 251
         fake.hold(USER)
-        fake.write(stream, here, value, half)
-        fake.write(stream, here + half, value + 1, half)
-        mark = gpu.mark(stream, copies)
-        fake.write(stream, here, 77, SIZE)
-        job = Job(Op.D2H, address=pinned.address, length=SIZE, pieces=shard_of(aside), mark=mark)
+        room[:] = wanted
+        fake.write(stream, room.ctypes.data, value, 1)
+        wanted[0] = value
+        before = fake.count("kernels")
+        mark = gpu.mark(stream, gathering)
+        few = sum(length < SMALL_BYTES for length in lengths)
+        assert fake.count("kernels") - before == (-(-few // PIECES_MAX) if kernel else 0)
+        fake.write(stream, room.ctypes.data, 77, room.size)
+        job = Job(Op.D2H, address=pinned.address, length=1, pieces=shard_of(aside[:1]), mark=mark)
         gpu.submit([job])
         fake.go()
-        assert [done.result for done in wait(gpu, 1)] == [SIZE]
-        assert bytes(pinned.view(0, SIZE)) == bytes([value + 1]) * half + bytes([value]) * half
+        assert [done.result for done in wait(gpu, 1)] == [1]
+        expected = np.concatenate([wanted[places[at] : places[at] + lengths[at]] for at in order])
+        assert np.array_equal(aside[:-1], expected) and aside[-1] == 200
+        fake.finish(stream)
 
 
-def test_a_mark_whose_copies_fail_is_none(gpu: DeviceEngine, fake: FakeCuda, stream: int) -> None:
-    data = np.zeros(SIZE, np.uint8)
-    copies = Copies([(data.ctypes.data, data.ctypes.data + at, 8) for at in (8, 16, 24)])
+@pytest.mark.parametrize("kernel", [GATHER, 0], ids=["kernels", "copies"])
+def test_a_mark_that_cannot_gather_is_none(gpu: DeviceEngine, fake: FakeCuda, stream: int, kernel: int) -> None:
+    gpu.use_kernels(kernel, 0)
+    data = np.zeros(3 * PIECES_MAX, np.uint8)
+    addresses = np.arange(data.ctypes.data + PIECES_MAX, data.ctypes.data + data.size, dtype=np.uint64)
+    gathering = Gathering(data.ctypes.data, addresses[::2], np.ones(PIECES_MAX, np.uint64))
+    both = Gathering(data.ctypes.data, addresses, np.ones(addresses.size, np.uint64))
     gpu.mark(stream)
     events = fake.owned()
-    fake.fail("cuMemcpyDtoDAsync_v2", 700, nth=2)
-    with pytest.raises(OSError, match="marking a stream of device 0: cuMemcpyDtoDAsync"):
-        gpu.mark(stream, copies)
+    call = "cuLaunchKernel" if kernel else "cuMemcpyDtoDAsync_v2"
+    fake.fail(call, 700, nth=2)
+    with pytest.raises(OSError, match=f"marking a stream of device 0: {call.removesuffix('_v2')}"):
+        gpu.mark(stream, both)
     assert fake.owned() == events and fake.count("depth") == 0
-    assert gpu.mark(stream, copies) is not None
-    fake.finish(stream)  # they use the memory of this test
+    assert gpu.mark(stream, gathering) is not None
+    fake.finish(stream)  # it uses the memory of this test
 
 
 @pytest.mark.parametrize("count", [1, 16])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell import stash as stashing
 from stepwell.cover import FIXED, UNCOVERED, Cover, Layout, Leaves
-from stepwell.native import Copies, DeviceEngine, Job, Latch, Op, PieceMap, probe_device
-from stepwell.stash import STASH_BYTES, STASH_BYTES_MAX, STRETCHES_BYTES_MAX, STRETCHES_MAX, Aside, Stash, segments_of
+from stepwell.gpus import use_kernels
+from stepwell.native import DeviceEngine, Gathering, Job, Latch, Op, PieceMap, probe_device
+from stepwell.stash import KEPT_BYTES_MAX, STASH_BYTES, STASH_BYTES_MAX, Aside, Stash
 from stepwell.state import Snapshot, capture
 from stepwell.state.whereabouts import HOST
 from tests.state.standing import Standing, standing
@@ -75,106 +74,62 @@ def test_what_is_put_aside_does_not_change_any_more(lengths: list[int], data: st
         assert _bytes(aside, leaf) == (before[leaf] if leaf in stash.leaves else changed)
 
 
+def make(gatherings: Mapping[int, Gathering]) -> None:
+    """As a mark does."""
+    for each in gatherings.values():
+        to = each.to
+        for address, size in zip(each.addresses.tolist(), each.sizes.tolist(), strict=True):
+            ctypes.memmove(to, address, size)
+            to += size
+
+
+def _on_gpus(gpus: Standing, lengths: list[int], where: list[int]) -> Snapshot:
+    tensors = [gpus.put(torch.zeros(n, dtype=torch.uint8), gpu) for n, gpu in zip(lengths, where, strict=True)]
+    return capture({"model": {f"w{number}": tensor for number, tensor in enumerate(tensors)}})
+
+
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12), data=st.data())
 @settings(max_examples=60)
 def test_what_is_put_aside_on_gpus_is_theirs(lengths: list[int], data: st.DataObject) -> None:
+    """Whatever is under way: as many saves as are not given back have memory of their own."""
+    where = [data.draw(st.integers(HOST, 1)) for _ in lengths]
     with standing() as gpus:
-        tensors = [torch.arange(number, number + n, dtype=torch.uint8) for number, n in enumerate(lengths)]
-        for tensor in tensors:
-            gpus.put(tensor, data.draw(st.integers(0, 1)))
-        snapshot = capture({"model": {f"w{number}": tensor for number, tensor in enumerate(tensors)}})
+        snapshot = _on_gpus(gpus, lengths, where)
         stash = Stash(snapshot, np.ones(len(lengths), np.bool_), snapshot.plan.structure.gpus)
-        for _ in range(2):
-            before = [_bytes(snapshot, leaf) for leaf in range(len(lengths))]
-            aside, _ = stash.put_aside(snapshot)
-            for tensor in tensors:
-                tensor.add_(1)
-            assert [_bytes(aside, leaf) for leaf in range(len(lengths))] == before
-            assert not set(aside.addresses.tolist()) & set(snapshot.addresses.tolist())
-
-
-class Memory:
-    """A piece of memory with gaps, in which tiny tensors stand for an optimizer's on a GPU."""
-
-    def __init__(self, gaps: list[int]) -> None:
-        self.room = np.zeros(sum(gaps) + 4 * len(gaps), np.uint8)
-        self.begin = self.room.ctypes.data
-        ends = np.cumsum([gap + 4 for gap in gaps]).tolist()
-        self.tensors = [torch.frombuffer(self.room, dtype=torch.uint8, offset=end - 4, count=4) for end in ends]
-
-    def fill(self, value: int) -> None:
-        for number, tensor in enumerate(self.tensors):
-            tensor.fill_((value + number) % 256)
-
-    def captured(self, gpus: Standing) -> Snapshot:
-        for tensor in self.tensors:
-            gpus.put(tensor)
-        return capture({"model": {f"w{number}": tensor for number, tensor in enumerate(self.tensors)}})
-
-
-def make(copies: Mapping[int, Copies]) -> None:
-    """As a mark does."""
-    for gpu in copies:
-        words = list(copies[gpu].words)
-        for at in range(0, len(words), 3):
-            to, begin, size = words[at : at + 3]
-            ctypes.memmove(to, begin, size)
-
-
-@given(gaps=st.lists(st.integers(0, 700), min_size=1, max_size=30), cuts=st.sets(st.integers(1, 29), max_size=3))
-@settings(max_examples=60)
-def test_tiny_ones_near_each_other_are_copied_with_what_lies_between(gaps: list[int], cuts: set[int]) -> None:
-    memory = Memory(gaps)
-    ends = [0, *(sum(gaps[:cut]) + 4 * cut for cut in sorted(cuts) if cut < len(gaps)), memory.room.size]
-    segments = [(memory.begin + begin, memory.begin + end) for begin, end in pairwise(ends)]
-    with standing() as gpus, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stashing, "segments_of", lambda gpu: segments[::-1])
-        snapshot = memory.captured(gpus)
-        stash = Stash(snapshot, np.ones(len(gaps), np.bool_), snapshot.plan.structure.gpus)
-        taken: list[Aside] = []
-        for value in range(5):
-            memory.fill(value)
+        under_way: list[tuple[Snapshot, Aside | None, list[bytes]]] = []
+        for value in range(6):
+            for number, tensor in enumerate(snapshot.tensors):
+                tensor.fill_(16 * value + number)
             saved, aside = stash.put_aside(snapshot)
-            assert aside is not None and set(aside.copies) == {0} and aside.copies[0].count == len(segments)
-            make(aside.copies)
-            memory.fill(100)
-            found = [_bytes(saved, leaf)[0] for leaf in range(len(gaps))]
-            assert found == [(value + number) % 256 for number in range(len(gaps))]
-            assert {id(each) for each in aside.memory} <= {id(each) for each in saved.storages}
-            taken.append(aside)
-            for each in taken if value == 1 else ():
-                each.give_back()
-        first, second, third, fourth, fifth = map(id, taken)
-        assert first != second and {third, fourth} == {first, second} and fifth not in (first, second)
+            gatherings = {} if aside is None else aside.gatherings
+            assert set(gatherings) == {gpu for gpu in where if gpu != HOST}
+            make(gatherings)
+            under_way.append((saved, aside, [_bytes(snapshot, leaf) for leaf in range(len(lengths))]))
+            if data.draw(st.booleans()):
+                _, old, _ = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
+                if old is not None:
+                    old.give_back()
+            for each, _, expected in under_way:
+                assert [_bytes(each, leaf) for leaf in range(len(lengths))] == expected
+                assert not set(each.addresses.tolist()) & set(snapshot.addresses.tolist())
 
 
-@pytest.mark.parametrize("what", ["none is told", "one is outside", "too far", "too many"])
-def test_tiny_ones_that_are_not_near_each_other_are_taken_one_by_one(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = Memory([STRETCHES_BYTES_MAX if what == "too far" else 30] * (STRETCHES_MAX + 2))
-    begin, end = memory.begin, memory.begin + memory.room.size
-    segments = {
-        "none is told": [],
-        "one is outside": [(begin, end - 1)],
-        "too far": [(begin, end)],
-        "too many": [(begin + at, begin + at + 34) for at in range(0, memory.room.size, 34)],
-    }[what]
-    monkeypatch.setattr(stashing, "segments_of", lambda gpu: segments)
+@pytest.mark.parametrize(("length", "kept"), [(KEPT_BYTES_MAX // 2, True), (KEPT_BYTES_MAX // 2 + 1, False)])
+def test_memory_for_little_is_kept(length: int, kept: bool) -> None:
     with standing() as gpus:
-        snapshot = memory.captured(gpus)
-        stash = Stash(snapshot, np.ones(len(memory.tensors), np.bool_), snapshot.plan.structure.gpus)
-        memory.fill(1)
-        saved, aside = stash.put_aside(snapshot)
-        memory.fill(50)
-    assert aside is None and [_bytes(saved, leaf)[0] for leaf in range(len(memory.tensors))] == [1, 2, 3, 4, 5, 6]
+        snapshot = _on_gpus(gpus, [length, length], [0, 1])
+        stash = Stash(snapshot, np.ones(2, np.bool_), snapshot.plan.structure.gpus)
+        taken = [stash.put_aside(snapshot)[1] for _ in range(4)]
+        for each in taken:
+            assert each is not None
+            each.give_back()
+        again = [stash.put_aside(snapshot)[1] for _ in range(4)]
+    assert len(set(map(id, taken)) & set(map(id, again))) == (2 if kept else 0)
 
 
 def test_addresses_that_were_seen_before_are_moved_once() -> None:
-    memory = Memory([10] * 5)
-    with standing() as gpus, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stashing, "segments_of", lambda gpu: [(memory.begin, memory.begin + memory.room.size)])
-        snapshot = memory.captured(gpus)
+    with standing() as gpus:
+        snapshot = _on_gpus(gpus, [10] * 5, [0] * 5)
         stash = Stash(snapshot, np.ones(5, np.bool_), snapshot.plan.structure.gpus)
         _, aside = stash.put_aside(snapshot)
     assert aside is not None
@@ -263,11 +218,14 @@ def test_large_tensors_and_too_many_are_not_put_aside() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not probe_device()[0], reason="no GPU")
-def test_an_optimizer_s_numbers_on_a_gpu_are_copied_by_the_mark() -> None:
-    """By the segments of torch's own memory, in the order of the current stream."""
-    parameters = [torch.nn.Parameter(torch.rand(2000, device="cuda")) for _ in range(50)]
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "copies"])
+def test_an_optimizer_s_numbers_on_a_gpu_are_gathered_by_the_mark(kernels: bool) -> None:
+    """In the order of the current stream, among tensors of all sizes that are put aside."""
+    parameters = [torch.nn.Parameter(torch.rand(200 * n, device="cuda")) for n in range(1, 251)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     engine = DeviceEngine("marks", 0)
+    kept = use_kernels(engine, 0) if kernels else None
+    assert kept is not None or not kernels
 
     def step() -> list[float]:
         for parameter in parameters:
@@ -279,14 +237,13 @@ def test_an_optimizer_s_numbers_on_a_gpu_are_copied_by_the_mark() -> None:
     for _ in range(4):
         snapshot = capture({"optimizer": optimizer})
         tiny = [leaf for leaf, tensor in enumerate(snapshot.tensors) if tensor.numel() == 1]
-        uncovered = np.isin(np.arange(len(snapshot.tensors)), tiny)
-        stash = Stash(snapshot, uncovered, snapshot.plan.structure.gpus)
-        assert len(tiny) == 50 and len(stash._near) == 1, segments_of(0)
+        stash = Stash(snapshot, np.ones(len(snapshot.tensors), np.bool_), snapshot.plan.structure.gpus)
+        assert len(tiny) == 250 and len(stash.leaves) == 750
         for _ in range(3):
             before = step()
             saved, aside = stash.put_aside(snapshot)
             assert aside is not None
-            mark = engine.mark(torch.cuda.current_stream().cuda_stream, aside.copies[0])
+            mark = engine.mark(torch.cuda.current_stream().cuda_stream, aside.gatherings[0])
             step()
             found = np.zeros(len(tiny), np.float32)
             offsets = np.arange(0, 4 * len(tiny) + 1, 4, dtype=np.uint64)
