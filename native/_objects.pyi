@@ -44,6 +44,10 @@ def numbers(objects: list[Any] | tuple[Any, ...], question: Any, /) -> bytes:
 def put_together(target: int, sources: Any, sizes: Any, /) -> None:
     """Copies pieces of memory one behind the other. Addresses and sizes are arrays of 64-bit words."""
 
+def picked(objects: list[T], places: Any, /) -> list[T]:
+    """Those at these places, an array of 64-bit integers. As `itemgetter` does it, each of hundreds of places is an
+    object that is in no cache any more."""
+
 def untracked(found: T, /) -> T:
     """The object itself, which the cyclic garbage collector looks at no more. For objects that are made by the
     thousand, live long and can be in no cycle: a full collection, which stops all threads for a tenth of a second and

@@ -4,7 +4,10 @@
 #include <malloc.h>
 #include "objects.h"
 
-enum { DIMENSIONS_MAX = 5 }; /* of more, torch keeps shape and strides elsewhere */
+enum {
+    DIMENSIONS_MAX = 5,      /* of more, torch keeps shape and strides elsewhere */
+    STORAGE_BYTES = 2 * LINE, /* of torch's object for a storage, what is looked at to ask for it */
+};
 
 /* Where what lies, in bytes from the begin of: the Python object; torch's object; its storage; its counter. */
 typedef struct layout {
@@ -97,7 +100,7 @@ static void fetch_tensor(const uint64_t *words, const layout *of)
 {
     fetch(words[TENSOR], OBJECT_BYTES);
     fetch(words[TORCH], (size_t)of->size);
-    fetch(words[INSIDE + of->storage_at / 8] + (uint64_t)of->data_at, sizeof(uint64_t));
+    fetch(words[INSIDE + of->storage_at / 8], STORAGE_BYTES);
     fetch(words[STORAGE], OBJECT_BYTES);
     fetch(words[INSIDE + of->version_at / 8] + (uint64_t)of->counter_at, sizeof(uint32_t));
     fetch(words[INSIDE + of->gradients_at / 8], words[INSIDE + of->gradients_at / 8] ? 3 * LINE : 0);

@@ -368,6 +368,26 @@ static PyObject *put_together(PyObject *module, PyObject *arguments)
     return Py_NewRef(Py_None);
 }
 
+/* Some of a list's objects: see _objects.pyi. */
+static PyObject *picked(PyObject *module, PyObject *arguments)
+{
+    PyObject *objects;
+    Py_buffer places;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!y*:picked", &PyList_Type, &objects, &places))
+        return NULL;
+    const int64_t *at = places.buf;
+    const Py_ssize_t count = places.len / (Py_ssize_t)sizeof *at;
+    PyObject *out = PyList_New(count);
+    for (Py_ssize_t next = 0; out && next < count; next++) {
+        PyObject *object = PyList_GetItem(objects, (Py_ssize_t)at[next]);
+        if (!object || PyList_SetItem(out, next, Py_NewRef(object)) < 0)
+            Py_CLEAR(out);
+    }
+    PyBuffer_Release(&places);
+    return out;
+}
+
 /* The cyclic garbage collector looks at an object no more: see _objects.pyi. */
 static PyObject *untracked(PyObject *module, PyObject *object)
 {
@@ -383,6 +403,7 @@ static PyMethodDef methods[] = {
     {"identities", identities, METH_O, NULL},
     {"numbers", numbers, METH_VARARGS, NULL},
     {"put_together", put_together, METH_VARARGS, NULL},
+    {"picked", picked, METH_VARARGS, NULL},
     {"untracked", untracked, METH_O, NULL},
     {"study_modules", study_modules, METH_VARARGS, NULL},
     {"modules_again", modules_again, METH_VARARGS, NULL},

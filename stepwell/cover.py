@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 from stepwell.errors import StateError, StepwellError
 from stepwell.native import Gathering, Latch
-from stepwell.native._objects import numbers
+from stepwell.native._objects import numbers, picked
 from stepwell.shardjob import ChunkCover
 from stepwell.stash import Aside
 from stepwell.state import ShardPlan, Snapshot
@@ -26,7 +25,6 @@ UNCOVERED, FIXED = -1, -2
 COVERED_BYTES_MIN = 4096
 
 Owners = np.ndarray[Any, np.dtype[np.intp]]
-Some = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Place = tuple[int, int]  # (owner, GPU or HOST)
 Latches = dict[Place, Latch]
 #: sets of latches that are made before a save needs them; saves follow each other, few are under way at once
@@ -103,7 +101,7 @@ class Cover:
         snapshot: Snapshot,
         leaves: Sequence[Leaves],
         owners: Sequence[tuple[Any, ...]],
-        at_hand: tuple[Leaves, Some] | None = None,
+        at_hand: tuple[Leaves, list[torch.Tensor]] | None = None,
         aside: Aside | None = None,
     ) -> None:
         """leaves: of each owner, those that it covers; their tensors must not change before they are copied, or before
@@ -176,21 +174,21 @@ class Cover:
 
 
 class Leaves:
-    """Some leaves of a plan, and how to get their tensors at once."""
+    """Some leaves of a plan."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
         self.places = np.array(numbers, np.intp)
-        few = len(numbers) < 2  # itemgetter gives no tuple then
-        self.of: Callable[[Sequence[torch.Tensor]], Some] = (
-            (lambda tensors: [tensors[number] for number in numbers]) if few else itemgetter(*numbers)
-        )
+
+    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Theirs, of those of all leaves."""
+        return picked(tensors, self.places)
 
 
 class _Watched:
     """Tensors that one owner covers, with their versions at the save."""
 
-    def __init__(self, leaves: Leaves, tensors: Some, known: bytes | None) -> None:
+    def __init__(self, leaves: Leaves, tensors: list[torch.Tensor], known: bytes | None) -> None:
         """known: the versions of all leaves of the plan, if they were told already."""
         self._leaves, self._tensors = leaves.numbers, tensors
         if known is None:
@@ -207,7 +205,7 @@ class _Watched:
         return self._leaves[int(np.flatnonzero(then != later)[0])]
 
 
-def _versions(tensors: Some) -> bytes:
+def _versions(tensors: list[torch.Tensor]) -> bytes:
     try:
         return numbers(tensors, _VERSION)
     except RuntimeError:  # inference tensors count none

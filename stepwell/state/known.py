@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
+from stepwell.native._objects import picked
 from stepwell.state.again import Again
+from stepwell.state.alias import Places
 from stepwell.state.encode import Encoder, join
 from stepwell.state.prints import OptimizerPrint, look_again, look_at_optimizer_again
 from stepwell.state.providers import provider_for, registrations
 from stepwell.state.values import encode_value
-from stepwell.state.watch import picked
 
 _Met = tuple[list[Any], Sequence[torch.Tensor]]  # an object's node, and its tensors
 
@@ -62,7 +63,7 @@ class KnownModule:
     first: int
     node: list[Any]
     seen: Any
-    places: list[int]
+    places: Places
 
     def recall(self, walk: Walk, encoder: Encoder, value: torch.nn.Module, name: str) -> list[Any]:
         tensors = walk.look_again(value, self.seen)

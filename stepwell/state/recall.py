@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepwell.native._objects import numbers
+from stepwell.native._objects import numbers, picked
 from stepwell.state import whereabouts
 from stepwell.state.again import Again
 from stepwell.state.alias import Array
@@ -35,7 +35,7 @@ from stepwell.state.prints import (
     study_module,
 )
 from stepwell.state.structure import Span
-from stepwell.state.watch import NO_GLANCE, Glance, Watch, picked, tensors_at_a_glance
+from stepwell.state.watch import NO_GLANCE, Glance, Watch, tensors_at_a_glance
 from stepwell.state.whereabouts import places_of
 
 _POINTER: Any = torch._C.TensorBase.data_ptr
@@ -258,7 +258,7 @@ def _module(
     order = studied[0].order()
     if [join(each.name, name) for name, _ in order] != names:
         return None
-    places = [place for _, place in order]
+    places = np.array([place for _, place in order], np.intp)
     live[each.first : each.stop] = picked(look[1], places)
     return KnownModule(Kind(type(each.value), "module"), each.first, each.node, look[0], places)
 

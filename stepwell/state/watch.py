@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
-from stepwell.native._objects import study_tensors, tensors_again
+from stepwell.native._objects import picked, study_tensors, tensors_again
 from stepwell.state.again import Again
 from stepwell.state.layouts import PLAIN, tensor_layout
 
@@ -21,11 +22,11 @@ class Watch:
     """Knows of tensors all that a plan depends on: class, dtype, shape, strides, device, requires_grad, and whether
     they are conjugated or negated. Holds none of them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
         first: dict[int, int] = {}
         for at, tensor in enumerate(tensors):
             first.setdefault(id(tensor), at)
-        self._places = list(first.values())
+        self._places = np.array(list(first.values()), np.int64)
         self._repeats = [(at, first[id(tensor)]) for at, tensor in enumerate(tensors) if first[id(tensor)] != at]
         self._kinds: Any = None
         self._check = self._checker(picked(tensors, self._places))
@@ -63,13 +64,6 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return [len(set(map(id, tensors))), list(map(type, tensors)), list(map(asked, tensors))] + [
         list(map(method, tensors)) for method in methods
     ]
-
-
-def picked(items: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """The items at those places."""
-    if len(places) == 1:
-        return [items[places[0]]]
-    return itemgetter(*places)(items) if places else []
 
 
 def tensors_at_a_glance() -> Again[list[torch.Tensor], Glance]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stepwell.native._objects import entries, identities, look, numbers, put_together, untracked
+from stepwell.native._objects import entries, identities, look, numbers, picked, put_together, untracked
 
 
 class Thing:
@@ -171,6 +173,18 @@ def test_pieces_are_put_together() -> None:
     put_together(out.ctypes.data, sources, np.array(sizes, np.uint64))
     pieces = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     assert out.tolist() == [*np.concatenate(pieces).tolist(), 0]
+
+
+@given(items=st.lists(st.text()), data=st.data())
+def test_some_of_a_list(items: list[str], data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, len(items) - 1))) if items else []
+    assert picked(items, np.array(places, np.intp)) == [items[place] for place in places]
+
+
+@pytest.mark.parametrize("place", [-1, 3, 2**62])
+def test_a_place_outside_a_list(place: int) -> None:
+    with pytest.raises(IndexError):
+        picked([1, 2, 3], np.array([0, place], np.intp))
 
 
 def test_what_is_noted_in_another_form_is_left_to_python() -> None:

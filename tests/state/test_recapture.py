@@ -6,7 +6,7 @@ import copy
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -390,7 +390,7 @@ def test_objects_that_are_new_each_time_are_not_remembered_for_ever(monkeypatch:
     made: list[object] = []
 
     class Counted(Watch):
-        def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        def __init__(self, tensors: list[torch.Tensor]) -> None:
             made.append(self)
             super().__init__(tensors)
 
