@@ -22,6 +22,8 @@ from stepwell.tiers.host import Priority, Slot
 
 #: chunks whose copies are asked for together, if there are slots for them: a GPU copies one faster than Python asks
 BATCH = 16
+#: of what is left, they are one part of so many at most, so that the last ones keep all threads that copy busy
+SPREAD = 8
 #: bytes that are on their way from GPUs at most: what a fast bus takes in 25 ms, so that a busy interpreter does not
 #: stop it, and no more, so that asking for them is spread over the time that they take. Training's own thread needs
 #: the interpreter, too, and most of all when an iteration begins
@@ -196,7 +198,8 @@ class Putting(Fetching):
         linked = way is not None and way[0].info.linked
         line.numbers.popleft()
         batch = [_Held([chunk], [slot], turn, Ticket() if linked else None)]
-        for _ in range(BATCH - 1 if kept and turn is None else 0):
+        together = min(BATCH, 1 + sum(len(each.numbers) for each in left) // SPREAD)
+        for _ in range(together - 1 if kept and turn is None else 0):
             more = self.arena.take_now(Priority.SNAPSHOT, kept=True) if line.numbers else None
             if more is None:
                 break

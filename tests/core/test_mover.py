@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from stepwell.errors import TierError
+from stepwell.native import Job
+from stepwell.putting import BATCH, SPREAD
 from stepwell.reading import Healing, Reading
 from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import RecordKey, Reservation, ShardKey
@@ -33,6 +36,8 @@ from tests.core.moving import (
     tiers_of,
 )
 from tests.core.virtual import turns
+
+THIRD = ShardKey(KEY, "third.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -86,6 +91,39 @@ def test_kept_chunks_are_readable_as_soon_as_they_are_copied() -> None:
             tier.release()
             await putting
             check_all_back(mover)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("sizes", [(9,), (16, 3), (20, 33, 1)])
+def test_what_stays_in_memory_is_copied_together_but_no_thread_is_waited_for_at_the_end(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with moving(slots=64) as mover:
+            assert mover.host is not None
+            states = [State(size * MIB - 7, seed) for seed, size in enumerate(sizes)]
+            keys = (MODEL, OTHER, THIRD)[: len(sizes)]
+            jobs = [ShardJob(key, len(state.data), state) for key, state in zip(keys, states, strict=True)]
+            for job in jobs:
+                await reserve(mover.host, job.key, job.size)
+            chunks: list[int] = []
+            copy = mover.copier.start
+
+            def start(asked: Sequence[Job]) -> Any:
+                chunks.extend(-(-job.length // MIB) for job in asked)
+                return copy(asked)
+
+            monkeypatch.setattr(mover.copier, "start", start)
+            await mover.put(None, jobs, lambda: None, kept=True)
+            left = sum(sizes)
+            for count in chunks:
+                assert count == 1 or count <= min(BATCH, 1 + left // SPREAD)
+                left -= count
+            assert left == 0 and len(chunks) < max(sum(sizes), 10)
+            for job, state in zip(jobs, states, strict=True):
+                into, _ = await read_back(mover, [mover.host], job)
+                assert np.array_equal(into.data, state.data)
 
     run(scenario)
 
