@@ -136,7 +136,8 @@ class Lineup:
         for entry in (entry for past in self._past for entry in past.open_entries()):
             if len(entry.left) < entry.count:  # whoever used some of its chunks has gone on
                 entry.left.clear()
-        self._past = [request, *self._past][:PAST_MAX] if done else self._past
+        if done and not request.handle.pinned:
+            self._past = [request, *self._past][:PAST_MAX]
         self._announce()
 
     def wants(self, name: Hashable) -> bool:
@@ -151,7 +152,8 @@ class Lineup:
             entry.place = len(self._entries)
             self._entries.append(entry)
             self._starts.append(len(order))
-            for index in sorted(entry.left):
+            # a pin has no places in the order: no use of a chunk ends it, and what it has brought is never pushed out
+            for index in () if entry.request.handle.pinned else sorted(entry.left):
                 key = entry.key(index)
                 self._wanting.setdefault(key, deque()).append((entry, index))
                 order.append(self.arena.key(*key))
@@ -203,7 +205,10 @@ class Lineup:
         return any(entry.request in self.live for entry in entries)
 
     def outranks(self, key: Hashable, other: Chunk) -> bool:
-        """Whether a chunk is wanted earlier than another one, which nobody has announced or who wants it later."""
+        """Whether a chunk is pinned, or wanted earlier than another one, which nobody has announced or who wants it
+        later."""
+        if key in self.arena.pinned:
+            return True
         theirs = self.announced.place(other.key)
         ours = self.announced.place(key)
         return theirs is None or (ours is not None and ours < theirs)

@@ -56,7 +56,7 @@ class Pins:
         for shard, numbers in _by_shard(item):
             arena.pin(shard, numbers)
         self._pins.append(_Pin(name, item))
-        return Prefetch(Urgency.of(PIN_PRIORITY, None))
+        return Prefetch(Urgency.of(PIN_PRIORITY, None), pinned=True)
 
     def remove(self, name: object) -> None:
         """Takes back the newest pin of this name. Raises StepwellError if there is none."""

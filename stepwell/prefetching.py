@@ -61,8 +61,9 @@ class Moving(Protocol):
 class Prefetch:
     """A prefetch under way: `wait`, `done`, `cancel`, `await`, `progress`, `late`."""
 
-    def __init__(self, urgency: Urgency | None = None) -> None:
-        self.urgency = urgency or Urgency.of(0, None)
+    def __init__(self, urgency: Urgency | None = None, *, pinned: bool = False) -> None:
+        """pinned: what it brings is pinned, so that no use of it stands for having it there."""
+        self.urgency, self.pinned = urgency or Urgency.of(0, None), pinned
         self._began = time.monotonic()
         self._ended: float | None = None
         self._done_bytes = self._total_bytes = self._waiting_bytes = self._left_out_bytes = 0

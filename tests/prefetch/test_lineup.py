@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.prefetching import optimum_bytes
 from stepwell.lineup import Lineup, Request
+from stepwell.pinning import PIN_PRIORITY
 from stepwell.policies.evict import LRU
 from stepwell.policies.s3fifo import S3FIFO
 from stepwell.prefetching import Prefetch, Urgency
@@ -42,6 +43,12 @@ class Bench:
 
     def ask(self, items: Iterable[Item], priority: int = 0, deadline: float | None = None) -> Request:
         request = Request(Prefetch(Urgency.of(priority, deadline)), [(each, len(each.chunks)) for each in items])
+        self.lineup.add(request)
+        return request
+
+    def pin(self, wanted: Item) -> Request:
+        self.arena.pin(wanted.names[0], [number for _, number, _ in wanted.chunks])
+        request = Request(Prefetch(Urgency.of(PIN_PRIORITY, None), pinned=True), [(wanted, len(wanted.chunks))])
         self.lineup.add(request)
         return request
 
@@ -252,6 +259,37 @@ def test_one_use_in_several_pieces_is_one_use() -> None:
         assert [len(entry.left) for entry in request.open_entries()] == [2, 3]
         assert bench.lineup.used("a", 0, other)
         assert not bench.lineup.used("a", 0, Caller())
+        bench.close()
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["bring", "load", "load a part", "scan"]), max_size=12), st.booleans())
+def test_no_use_of_what_is_pinned_stands_for_having_it_here(turns: Sequence[str], listed: bool) -> None:
+    """Others may read it, before it has come, or when it has; lists that name it, too, go on by that."""
+
+    async def scenario() -> None:
+        bench = Bench(16)  # 14 may stay
+        wanted = item("wanted", 4)
+        request = bench.ask([wanted, item("next", 3)]) if listed else None
+        pin, loads = bench.pin(wanted), 0
+        for turn in turns:
+            if turn == "bring":
+                await bench.bring_one()
+            elif turn == "scan":
+                await bench.load(item("scan", 30))
+            else:
+                loads += turn == "load"
+                await bench.load(wanted, numbers=None if turn == "load" else [0])
+            list(bench.lineup.candidates(()))  # as one who looks for more
+            assert bench.lineup.complete(pin) == (len(bench.arena.chunks("wanted")) == 4)
+        if request is not None and loads:
+            assert wanted not in [entry.item for entry in request.open_entries()]
+        await bench.bring()
+        bench.lineup.end(pin, done=True)
+        await bench.load(item("scan", 30))
+        assert bench.arena.chunks("wanted") == {0, 1, 2, 3}
         bench.close()
 
     asyncio.run(scenario())

@@ -77,6 +77,20 @@ def test_steps_parts_and_keys_can_be_pinned_and_saves_get_what_is_left(tmp_path:
             store.pin(99)
 
 
+def test_a_load_that_comes_first_does_not_make_up_for_what_is_pinned(tmp_path: Path) -> None:
+    memory = host(24)
+    with stepwell.open(run="run", tiers=[memory, disk(tmp_path)], policies=[]) as store:
+        path = model(tmp_path, 1)
+        slots = hold(store, 21)  # nothing that is read stays
+        handle = store.pin(path)
+        check(path, 1)
+        assert not handle.done() and handle.progress.done_bytes == 0
+        let_go(store, slots)
+        handle.wait(20)
+        assert set(calls(lambda: memory.arena.pinned)) <= set(here(memory))
+        check_books(memory)
+
+
 def test_a_pin_that_does_not_come_holds_nothing(tmp_path: Path) -> None:
     memory = host(24)
     with stepwell.open(run="run", tiers=[memory, disk(tmp_path)], policies=[]) as store:

@@ -66,7 +66,7 @@ def test_histories_with_prefetches_that_failed_once(seed: int) -> None:
 
 
 #: of histories in which saves stay in memory, every other one with prefetches, too: so many, and those that failed once
-ALONE_SEEDS, ALONE_KEPT = 40, ((1115, True), (2002, True))
+ALONE_SEEDS, ALONE_KEPT = 40, ((1115, True), (2002, True), (40918, True))
 
 
 def test_histories_with_saves_that_stay_in_memory() -> None:
