@@ -189,6 +189,17 @@ def test_whoever_sent_the_parts_they_count_and_other_parts_do_not() -> None:
         assert flushed(policy, Opened(), seen) == due
 
 
+def test_a_later_one_that_another_rule_has_asked_for_serves_the_window() -> None:
+    """It was in memory before it was decided where the first goes, which the other rule does not want."""
+    steps, seconds, event = FlushRule("pfs", every_steps=10), FlushRule("pfs", every_s=600), Committed("step-9", "nvme")
+    made = [checkpoint(5, ["pfs"], made=1), checkpoint(9, ["nvme"], made=600)]
+    assert flushed(steps, event, view(*made)) == []
+    assert flushed(seconds, event, view(*made)) == ["step-9"]
+    made.append(checkpoint(11, ["host"], made=700))
+    assert flushed(steps, event, view(*made)) == ["step-11"]
+    assert flushed(seconds, event, view(*made, promised=[("step-11", "pfs")])) == []
+
+
 def test_parts_may_come_from_a_partial_copy() -> None:
     seen = view(checkpoint(10, partial=["nvme"], some=["model", "sched"]))
     assert flushed(FlushRule("pfs", parts=["model"]), Opened(), seen) == ["step-10"]

@@ -173,8 +173,9 @@ class Calm:
         raise Broken(f"{process} does not come to rest: {writer.under_way()}, {sorted(writer.busy)}")
 
     def _check_flushed(self, process: Process, before: list[Fact]) -> None:
-        """The first checkpoint of each window has got to each tier; where newer ones may overtake, some one of the
-        newest window has. Only windows that begin in calm weather are looked at."""
+        """The first checkpoint of each window has got to each tier, or one that serves the window in its stead; where
+        newer ones may overtake, some one of the newest window has. Only windows that begin in calm weather are looked
+        at."""
         saves = [saved for saved in process.saves if saved.told and saved.attempt is not None]
         mine = {saved.attempt for saved in saves}
         older = [fact for fact in before if fact.counts and fact.attempt not in mine]
@@ -187,12 +188,27 @@ class Calm:
                     if facts[0].attempt not in mine:
                         continue
                     if not (overtaking or rule.idle):
-                        facts = facts[:1]
+                        facts = [facts[0], *self._in_its_stead(process, tier, rule, facts, line)]
                     elif window != windows[-1][0]:
                         continue
                     if not any(self._was_on(tier, rule, fact) for fact in facts):
                         names = [fact.attempt.folder for fact in facts]
                         raise Broken(f"{rule} sends one of {names} to {tier}, and none was ever there")
+
+    def _in_its_stead(
+        self, process: Process, tier: str, rule: Flushing, window: Sequence[Fact], line: Sequence[Fact]
+    ) -> list[Fact]:
+        """Those of a window that serve it, although they are not the first: another rule sends them to the tier, with
+        all that this one wants, and had asked for them when it was decided where the first goes. Saves may be in memory
+        before those in front of them are on the first tier, and go down from there at once."""
+        others = [other for other in self._world.setup.rules[tier].flush if other is not rule]
+        sent = {facts[0].attempt for other in others for facts in by_window(other, line).values()}
+        came_before = self._world.judge.came_before
+        return [
+            fact
+            for fact in window[1:]
+            if fact.attempt in sent and came_before(process, fact, tier, asked_parts(rule, fact), window[0])
+        ]
 
     def _was_on(self, tier: str, rule: Flushing, fact: Fact) -> bool:
         parts = asked_parts(rule, fact)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from stepwell.deletion import HURRIED_S
 from stepwell.events import Entry
 from stepwell.format.names import MANIFEST, Attempt
 from stepwell.format.records import Manifest
-from stepwell.policies.base import Drop, Move, View
+from stepwell.policies.base import Committed, Drop, Event, Move, View
 from stepwell.tiers.base import RecordKey, Tier
 from stepwell.timeline import abandoned
 from tests.sim.invariants import Invariants
@@ -36,6 +37,8 @@ class Judge:
         self.invariants, self._rules = invariants, rules
         self._storage = list(rules)
         self._verified: dict[tuple[Process, str, str], Record | None] = {}  # -> the manifest of what was verified
+        #: (process, checkpoint) -> what of others was on tiers, or promised there, when it was decided where it goes
+        self._decided: dict[tuple[Process, str], list[tuple[str, Attempt, Collection[str] | None]]] = {}
         self.told: Counter[str] = Counter()  # entries of the event logs, by what they say
 
     def watch(self, process: Process) -> None:
@@ -43,6 +46,7 @@ class Judge:
         steering, deleter = writer.steering, writer.deleter
         carry_out = functools.partial(self._carry_out, process, steering._carry_out)
         steering._carry_out = carry_out  # type: ignore[method-assign]
+        steering.on = functools.partial(self._on, process, steering.on)  # type: ignore[method-assign]
         writer.events.listeners.append(functools.partial(self._told, process))
         delete = deleter.delete
 
@@ -72,6 +76,21 @@ class Judge:
         catalog = process.catalog
         notes = notes_of(self.invariants.media[-1], catalog.notes._done)
         return facts_of(self.invariants.committed(), self.invariants.run, notes, catalog.rewinds)
+
+    async def _on(self, process: Process, on: Any, event: Event) -> Any:
+        goals = await on(event)
+        if isinstance(event, Committed) and (process, event.checkpoint) not in self._decided:
+            promised = [(n, goal.attempt, goal.parts) for n, f in process.writer.flushers.items() for goal in f.goals]
+            there = [(tier, attempt, tuple(parts)) for (tier, attempt), parts in self.invariants.ever.items()]
+            self._decided[process, event.checkpoint] = [*promised, *there]
+        return goals
+
+    def came_before(self, process: Process, other: Fact, tier: str, parts: Collection[str] | None, fact: Fact) -> bool:
+        """Whether these parts (None: all) of another one were on the tier, or promised there, when it was decided where
+        `fact` goes."""
+        decided = self._decided.get((process, fact.attempt.folder), [])
+        found = [some for name, attempt, some in decided if (name, attempt) == (tier, other.attempt)]
+        return None in found or {part for some in found for part in some or ()} >= set(parts or other.parts)
 
     def _carry_out(self, process: Process, carry_out: Any, move: Move, view: View) -> Any:
         leaving = process.writer.steering.leaving

@@ -222,6 +222,15 @@ def _forgotten_at_the_end() -> contextlib.AbstractContextManager[object]:
     )
 
 
+def _last_of_a_window() -> contextlib.AbstractContextManager[object]:
+    """Flush rules that send the last of a window that they know, not the first."""
+
+    def lasts(found: Sequence[CheckpointView], windows: dict[str, int]) -> set[str]:
+        return set({windows[c.name]: c.name for c in found}.values())
+
+    return mock.patch.object(flush, "firsts", lasts)
+
+
 @contextlib.contextmanager
 def _both(*patches: contextlib.AbstractContextManager[object]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -256,6 +265,7 @@ ALONE: dict[str, Mutation] = {
     "the newest leaves memory": _newest_leaves_memory,
     "what is alone is evicted": _alone_is_evictable,
     "memory is forgotten at the end": _forgotten_at_the_end,
+    "the last of a window goes": _last_of_a_window,
 }
 
 
