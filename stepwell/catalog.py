@@ -23,6 +23,9 @@ from stepwell.tiers.base import NOTES, RecordKey, Tier
 
 log = logging.getLogger("stepwell")
 
+#: how long the listing of a tier may keep that of the next one below waiting
+SOON_S = 0.5
+
 
 @dataclass(slots=True)
 class Holding:
@@ -72,10 +75,10 @@ class Catalog:
         self._deleting: set[tuple[Attempt, str]] = set()
 
     async def refresh(self) -> None:
-        """Scans all tiers at once. What this process commits meanwhile (`add`) is not lost."""
+        """Scans all tiers. What this process commits meanwhile (`add`) is not lost, nor what others move down."""
         async with self._refreshing:
             self._recent, self._gone = [], set(self._deleting)
-            scans = await asyncio.gather(*(self._scan(tier) for tier in self.tiers))
+            scans = await self._scan_all()
             await self._read_rewound(scans)
             late = await self._late(scans)
             for tier, found in zip(self.tiers, scans, strict=True):
@@ -106,6 +109,30 @@ class Catalog:
                 await self.notes.catch_up(self._noted)
             newest = await self.newest_manifest()
             self.rewinds = timeline.merged(newest.rewinds if newest is not None else [], self.rewound)
+
+    async def _scan_all(self) -> list[dict[Attempt, Holding]]:
+        """Each tier is listed after those above it: what moves down is below before it goes above, so who lists below
+        first may miss it on both. A tier that does not answer soon holds up nobody; should it answer after all, those
+        below it are listed again."""
+        listings: list[asyncio.Future[dict[Attempt, Holding]]] = []
+        early: list[list[Tier]] = []  # of each tier, those above it that were still being listed when its listing began
+        try:
+            for tier in self.tiers:
+                if listings:
+                    await asyncio.wait(listings[-1:], timeout=SOON_S)
+                early.append([above for above, found in zip(self.tiers, listings, strict=False) if not found.done()])
+                listings.append(asyncio.ensure_future(self._scan(tier)))
+            scans = await asyncio.gather(*listings)
+        except BaseException:
+            for each in listings:
+                each.cancel()
+            raise
+        again = False
+        for at, tier in enumerate(self.tiers):
+            again = again or any(above.info.name not in self.absent for above in early[at])
+            if again:
+                scans[at] = await self._scan(tier)
+        return scans
 
     def _forget_replaced(self) -> None:
         """What another process has copied anew is read again: more parts of it are there, or fewer, and so the manifest

@@ -3,6 +3,7 @@ anywhere but in its folder of notes."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -295,3 +296,54 @@ def test_tiers_that_are_listed_one_after_the_other_hide_no_part(tmp_path: Path) 
 
         seen, files = store._runtime.run(look())
         assert seen == 1 and len(files) > 1
+
+
+class Below(FileTier):
+    """Says when it has been listed."""
+
+    listed: asyncio.Event
+
+    async def scan(self, run: str) -> AsyncIterator[Found]:
+        async for found in super().scan(run):
+            yield found
+        self.listed.set()
+
+
+class Above(FileTier):
+    """What it has goes down while it is listed: after a while, or not before the tier below has been listed."""
+
+    late: bool
+    below: Below
+
+    async def scan(self, run: str) -> AsyncIterator[Found]:
+        await (self.below.listed.wait() if self.late else asyncio.sleep(0.05))
+        here, there = (Path(tier.info.detail["path"]) / run for tier in (self, self.below))
+        for folder in here.glob("step-*"):
+            shutil.move(folder, there / folder.name)
+        async for found in super().scan(run):
+            yield found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_goes_down_while_tiers_are_listed_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    monkeypatch.setattr("stepwell.catalog.SOON_S", 0.02 if late else 10.0)
+    for name in ("above", "below"):
+        (tmp_path / name / "run").mkdir(parents=True)
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "above")]) as store:
+        store.save(1, state(1)).wait()
+        above, below = Above(tmp_path / "above", name="above"), Below(tmp_path / "below", name="below")
+        above.late, above.below = late, below
+        catalog = Catalog("run", [above, below])
+
+        async def look() -> list[str]:
+            below.listed = asyncio.Event()
+            await asyncio.gather(above.start(), below.start())
+            try:
+                await catalog.refresh()
+                return [holding.tier.info.name for held in catalog.holdings.values() for holding in held]
+            finally:
+                await asyncio.gather(above.close(), below.close())
+
+        assert store._runtime.run(look()) == ["below"]
