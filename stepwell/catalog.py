@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from stepwell import timeline
 from stepwell.errors import CheckpointNotFound, NoGoodCheckpoint, StepwellError, TierUnavailable
-from stepwell.format.names import DELETED, EPOCHS, MANIFEST, Attempt, epoch_file, epoch_of, note_of
+from stepwell.format.names import DELETED, EPOCHS, GROWING, MANIFEST, Attempt, epoch_file, epoch_of, note_of
 from stepwell.format.records import Manifest, Rewind, Rewound, Seen, decode, encode
 from stepwell.inherited import forget_deleted, forget_overtaken, was_left
 from stepwell.notes import Notes
@@ -25,6 +25,8 @@ log = logging.getLogger("stepwell")
 
 #: how long the listing of a tier may keep that of the next one below waiting
 SOON_S = 0.5
+#: how long a restore waits for a copy that is being made whole, and how often it looks; its writer may be dead
+GROW_S, GROW_LOOK_S = 60.0, 0.5
 
 
 @dataclass(slots=True)
@@ -48,6 +50,15 @@ class Debris:
     size_bytes: int
     late: bool = False  # it has a manifest, published by a writer that had lost the run
     deleted: bool = False  # it was a checkpoint, and its files stay only for those who are reading them
+    growing: bool = False  # some parts of it were committed there, and more are on their way
+
+
+def _debris(attempt: Attempt, holding: Holding, *, overtaken: bool) -> Debris:
+    deleted = DELETED in holding.files
+    return Debris(
+        holding.tier.info.name, attempt, sum(holding.files.values()), late=holding.committed, deleted=deleted,
+        growing=GROWING in holding.files and not deleted and not overtaken,
+    )  # fmt: skip
 
 
 class Catalog:
@@ -92,12 +103,7 @@ class Catalog:
                     if holding.committed and attempt not in late:
                         holdings.setdefault(attempt, []).append(holding)
                     elif (attempt, tier) not in self._recent:
-                        size = sum(holding.files.values())
-                        debris.append(
-                            Debris(
-                                tier.info.name, attempt, size, late=holding.committed, deleted=DELETED in holding.files
-                            )
-                        )
+                        debris.append(_debris(attempt, holding, overtaken=attempt in late))
             for attempt, tier in self._recent:
                 kept = [h for h in holdings.get(attempt, []) if h.tier is not tier]
                 holdings[attempt] = kept + [h for h in self.holdings[attempt] if h.tier is tier]
@@ -109,6 +115,29 @@ class Catalog:
                 await self.notes.catch_up(self._noted)
             newest = await self.newest_manifest()
             self.rewinds = timeline.merged(newest.rewinds if newest is not None else [], self.rewound)
+
+    async def refresh_patiently(self, step: int | None = None) -> None:
+        """As `refresh`, for a restore of `step`, or of the newest. If that has just made way to a copy of more parts,
+        and is committed nowhere else, looks for it again, for a while."""
+        await self.refresh()
+        clock = asyncio.get_running_loop().time
+        until = clock() + GROW_S
+        while (coming := self._growing(step)) is not None and clock() < until:
+            log.info("waiting for step %d: more of it is just being copied to %s", coming.attempt.step, coming.tier)
+            await asyncio.sleep(GROW_LOOK_S)
+            await self.refresh()
+
+    def _growing(self, step: int | None) -> Debris | None:
+        """A copy of `step`, or of one newer than all that are committed, that is being made whole."""
+        newest = max((attempt.step for attempt in self.newest_first()), default=-1)
+        for each in self.debris:
+            attempt = each.attempt
+            if not each.growing or attempt in self.holdings:
+                continue
+            newer = attempt.step > newest and not timeline.abandoned(attempt, self.rewinds)
+            if newer if step is None else attempt.step == step:
+                return each
+        return None
 
     async def _scan_all(self) -> list[dict[Attempt, Holding]]:
         """Each tier is listed after those above it: what moves down is below before it goes above, so who lists below

@@ -19,8 +19,8 @@ from stepwell.errors import (
     TierFull,
 )
 from stepwell.flushing import Goal
-from stepwell.format.names import MANIFEST, Attempt, rank_file
-from stepwell.format.records import Manifest, RankRecord, ShardRecord, decode
+from stepwell.format.names import GROWING, MANIFEST, Attempt, rank_file
+from stepwell.format.records import Growing, Manifest, RankRecord, ShardRecord, decode, encode
 from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.reader import read_record
@@ -114,7 +114,8 @@ class FlushWork:
         if self._owner.job.world == 1:
             await tier.drop([key])  # a manifest that was to make way goes first
         else:
-            await tier.drop([RecordKey(chain.run, f"{attempt.folder}/{rank_file(rank)}"), *shards])
+            names = (rank_file(rank), GROWING)
+            await tier.drop([*(RecordKey(chain.run, f"{attempt.folder}/{name}") for name in names), *shards])
 
     async def _once(self, tier: Tier, goal: Goal) -> Manifest | None:
         chain, attempt = self._chain, goal.attempt
@@ -266,8 +267,14 @@ class FlushWork:
             catalog.remove(attempt, tier)
 
     async def _clear(self, attempt: Attempt, tier: Tier, there: set[str]) -> None:
-        """Removes what commits a copy, on no more of which anything may count; its shards stay, to go on from."""
+        """Removes what commits a copy, on no more of which anything may count; its shards stay, to go on from.
+
+        Until the new copy is committed other processes may find the checkpoint nowhere: the marker GROWING, which means
+        nothing beside a manifest, tells them that it is worth waiting for."""
         copy, job = (attempt, tier.info.name), self._owner.job
+        await self._owner.writership.require(tier, attempt.step)
+        marker = Growing(parts=sorted(there), made=self._chain.clock.wall())
+        await tier.commit(RecordKey(self._chain.run, f"{attempt.folder}/{GROWING}"), encode(marker))
         await self._owner.writership.require(tier, attempt.step)
         self._clearing[copy] = there
         self._chain.catalog.remove(attempt, tier)

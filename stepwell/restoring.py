@@ -88,7 +88,7 @@ def restore(
     """
     quick = rollbacks if rollbacks is not None and wish.rename is None and rollbacks.knows(wish.step) else None
     if quick is None:
-        run(catalog.refresh())
+        run(catalog.refresh_patiently(wish.step))
     origin = origin if origin is not None and wish.step in (None, origin.step) else None
     line = _line(catalog, wish, agreement, run, origin)
     if not line:

@@ -15,7 +15,17 @@ from stepwell import native
 from stepwell.catalog import Catalog, Debris, Holding
 from stepwell.edges import VERIFY
 from stepwell.errors import CheckpointNotFound, CorruptData, StepwellError
-from stepwell.format.names import DELETED, MANIFEST, RUN_FILE, Attempt, epoch_file, note_file, rank_file, rank_of
+from stepwell.format.names import (
+    DELETED,
+    GROWING,
+    MANIFEST,
+    RUN_FILE,
+    Attempt,
+    epoch_file,
+    note_file,
+    rank_file,
+    rank_of,
+)
 from stepwell.format.records import (
     EpochRecord,
     Manifest,
@@ -177,7 +187,8 @@ class _Checker:
             return False
 
     def _ours(self, name: str) -> bool:
-        return name in self._known or name == DELETED or rank_of(name) is not None or name.startswith("repair-")
+        markers = name in (DELETED, GROWING) or name.startswith("repair-")
+        return name in self._known or markers or rank_of(name) is not None
 
     def _bad(self, file: str, what: str, block: int | None = None, tensors: Sequence[str] = ()) -> None:
         self._out.problems.append(Problem(file, what, block, tensors))

@@ -13,6 +13,8 @@ RUN_FILE = "run.json"
 EPOCHS = "epochs"
 #: in a step folder: its checkpoint was deleted, and its files stay only for those who are reading them
 DELETED = "deleted.json"
+#: in a step folder: some parts were committed there, and made way so that more can come
+GROWING = "growing.json"
 
 #: what the usual file systems allow for one name, in bytes (encrypted homes: 143)
 NAME_BYTES_MAX = 143

@@ -173,6 +173,13 @@ class Deleted(Sealed, kw_only=True):
     made: float
 
 
+class Growing(Sealed, kw_only=True):
+    """growing.json: that a copy of some parts made way for one of more."""
+
+    parts: list[str]
+    made: float
+
+
 class Note(Sealed, kw_only=True):
     """notes/0000012.json: what was said of a checkpoint after it was saved. Of two notes the higher number counts."""
 

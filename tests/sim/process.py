@@ -228,7 +228,7 @@ class Process:
 
     async def restore(self) -> Restored | None:
         """The newest good checkpoint, as `stepwell.restoring` chooses it. Raises as `restore` does."""
-        await self.catalog.refresh()
+        await self.catalog.refresh_patiently()
         candidates = self.catalog.newest_first()
         self._note_base(None)
         if not candidates:

@@ -8,7 +8,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,9 +19,10 @@ import torch
 import stepwell
 from stepwell.catalog import Catalog
 from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, StepwellError, TierUnavailable
+from stepwell.format.names import GROWING, MANIFEST
 from stepwell.policies.evict import LRU
 from stepwell.reader import open_checkpoint
-from stepwell.tiers.base import NOTES, Found
+from stepwell.tiers.base import NOTES, CheckpointKey, Found, RecordKey, ShardKey
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.host import HostTier
 from stepwell.tiers.pfs import PfsTier
@@ -347,3 +349,63 @@ def test_what_goes_down_while_tiers_are_listed_is_not_missed(
                 await asyncio.gather(above.close(), below.close())
 
         assert store._runtime.run(look()) == ["below"]
+
+
+class Hesitant(FileTier):
+    """Waits, once what commits a copy is gone, until somebody has looked."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, name="far")
+        self.gone, self.seen = threading.Event(), threading.Event()
+
+    async def drop(self, what: Sequence[CheckpointKey | ShardKey | RecordKey]) -> None:
+        await super().drop(what)
+        if any(str(key).endswith(MANIFEST) for key in what):
+            self.gone.set()
+            await asyncio.to_thread(self.seen.wait, 10.0)
+
+
+class Looking(FileTier):
+    """Says that it has been listed."""
+
+    seen = threading.Event()
+
+    async def scan(self, run: str) -> AsyncIterator[Found]:
+        async for found in super().scan(run):
+            yield found
+        self.seen.set()
+
+
+def test_a_restore_waits_for_a_partial_copy_that_becomes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.catalog.GROW_LOOK_S", 0.02)
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
+    far, seen = Hesitant(tmp_path / "far"), Looking(tmp_path / "far", name="far")
+    with (
+        stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far], policies=[]) as store,
+        stepwell.open(run="run", tiers=[seen], mode="r") as reader,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        store.save(1, state(1) | {"extra": [1]}).wait("near")
+        store.flush(1, "far", parts=["model"])
+        flushing = threads.submit(store.flush, 1, "far")
+        assert far.gone.wait(10.0)
+        seen.seen = far.seen
+        found = reader.restore(state(0) | {"extra": [0]})
+        flushing.result()
+        assert found is not None and found.complete_on == ("far",)
+
+
+def test_a_restore_waits_for_a_dead_writer_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.catalog.GROW_LOOK_S", 0.02)
+    monkeypatch.setattr("stepwell.catalog.GROW_S", 0.1)
+    with stepwell.open(tmp_path / "run") as store:
+        for step in (1, 2):
+            store.save(step, state(step)).wait()
+        _, newest = sorted((tmp_path / "run").glob("step-*"))
+    (newest / MANIFEST).rename(newest / GROWING)
+    (newest / "rank-00000.json").unlink()
+    began = time.monotonic()
+    with stepwell.open(tmp_path / "run", mode="r") as reader:
+        found = reader.restore(state(0))
+        assert found is not None and found.step == 1 and time.monotonic() - began > 0.1
