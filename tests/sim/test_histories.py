@@ -23,7 +23,7 @@ MUTANT_SEEDS = 1000
 #: seeds that found the rare ones when they were looked for last: tried first, since looking for them takes long
 FOUND_BY = (7418, 12)
 FOUND_RARE_BY = {
-    "no list of what counts": 982,
+    "no list of what counts": 1490,
     "no look at the epoch": 78,
     "blind takeover": 37,
     "hidden base": 81,
@@ -31,7 +31,7 @@ FOUND_RARE_BY = {
     "unverified read": 110,
     "windows by modulo": 105,
     "what is alone is evicted": 68,
-    "the last of a window goes": 359,
+    "the last of a window goes": 10256,
 }
 FOUND_ALONE_BY = (55, 4)
 ROOT = Path(__file__).parents[2]
