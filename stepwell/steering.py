@@ -122,7 +122,8 @@ class Steering:
     ) -> set[str]:  # fmt: skip
         """What policies would do with a checkpoint that has just been committed on a tier. calm: once all else on its
         way has got there."""
-        view, names = await self.views.look(), frozenset(parts)
+        # training may wait for a save that has not begun to copy: no tier is asked what others say of older ones
+        view, names = await self.views.look(notes=calm), frozenset(parts)
         known = {checkpoint.name for checkpoint in view.checkpoints}
         beside = [
             _as_on(tier, save.checkpoint or "", save.step, save.nbytes, frozenset(save.parts), view.wall)

@@ -41,8 +41,8 @@ class Views:
         self.being_saved: Callable[[], Collection[tuple[str, str]]] = tuple  # (checkpoint, tier) of saves on their way
         self.saving: Callable[[], bool] = lambda: False  # whether a save is on its way to the first tier
 
-    async def look(self) -> View:
-        """The view, after reading what is new: manifests and notes."""
+    async def look(self, *, notes: bool = True) -> View:
+        """The view, after reading what is new: manifests, and notes, unless those count that were read before."""
         catalog = self._catalog
         unknown = [
             (attempt, holding.tier)
@@ -52,7 +52,8 @@ class Views:
         ]
         # all at once: a tier that does not answer costs the time of one call, not of one for each checkpoint
         asked = (catalog.manifest(attempt, tier) for attempt, tier in unknown)
-        for answer in await asyncio.gather(self._read_notes(), *asked, return_exceptions=True):
+        reading = (self._read_notes(), *asked) if notes else asked
+        for answer in await asyncio.gather(*reading, return_exceptions=True):
             if isinstance(answer, StepwellError):
                 log.warning("%s", answer)
             elif isinstance(answer, BaseException):

@@ -49,6 +49,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=7.8, help="the most that all of it may take (7.8)")
     add("--part", action="store_true", help="no table: another process makes it of all records")
     args = parse.parse_args(argv)
+    if args.out.is_dir():
+        parse.error(f"--out: {args.out} is a folder; give a file in it, such as {args.out / 'gpu.jsonl'}")
     args.only = args.only or list(MEASUREMENTS)
     return args
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 import stepwell
-from stepwell import NotPlanned, SaveFailed
+from stepwell import NotPlanned, SaveFailed, viewing
 from stepwell.errors import CheckpointNotFound
+from stepwell.notes import Notes
 from tests.store.helpers import eventually, steps
 
 SIZE = 2 << 20  # floats: 8 MiB, so that host memory holds a known number of them
@@ -208,6 +211,32 @@ def test_room_that_is_pinned_for_what_is_not_there_yet_is_no_room_and_nobody_tur
         with pytest.raises(SaveFailed, match="first save"):
             store.save(2, state(2))
         store.save(3, state(3)).wait("host")
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_save_asks_no_tier_for_notes_before_it_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """Training waits for its copies; a parallel file system may take any time to answer."""
+    with opened(config(tmp_path), block_timeout=20) as store:
+        store.save(4, state(4)).wait("pfs")
+        store.flush()
+        monkeypatch.setattr(viewing, "NOTES_S", 60.0)
+        copied, asked = threading.Event(), threading.Event()
+
+        async def refresh(notes: object) -> None:
+            asked.set()
+            while not copied.is_set():
+                await asyncio.sleep(0.01)
+
+        monkeypatch.setattr(Notes, "refresh", refresh)
+        try:
+            save = store.save(6 if held else 5, state(5))
+        finally:
+            copied.set()
+        save.wait("host" if held else "nvme")
+        assert save.report().error is None
+        eventually(asked.is_set)  # what follows from it is decided by the newest notes
 
 
 def test_one_of_which_parts_went_down_stays_whole_in_memory_under_pressure(tmp_path: Path) -> None:
