@@ -172,7 +172,9 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
                 if await holding.tier.fetch(RecordKey(catalog.run, f"{attempt.folder}/{MANIFEST}")) is None:
                     gone = True
                     continue
-                raise CorruptData("the file is missing", path=name, tier=tier)
+                missing = CorruptData("the file is missing", path=name, tier=tier)
+                missing.retry = True  # a copy of some parts may have made way in between, and one of all have come
+                raise missing
             record = decode(data, RankRecord, path=name, step=attempt.step, tier=tier)
             if native.crc32c(data) != manifest.digests[manifest.covers.index(rank)]:
                 raise CorruptData(
@@ -183,7 +185,7 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
             gone = True
         except StepwellError as error:
             wrong.append(f"{tier}: {error}")
-            unread = unread or isinstance(error, TierError)
+            unread = unread or error.retry or isinstance(error, TierError)
     if gone and not wrong:
         raise _gone(catalog, attempt)
     corrupt = CorruptData(

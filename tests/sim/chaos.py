@@ -58,7 +58,7 @@ class Chaos:
             if process.node == node:
                 self._world.kill(process)
         for medium in self._world.media:
-            medium.lose_node(node, self._world.rng)
+            self._world.invariants.back_again |= medium.lose_node(node, self._world.rng)
         self._world.invariants.node_lost()
 
     def _lose_disk(self) -> None:

@@ -88,7 +88,8 @@ class Evaluating:
         except CorruptData as error:
             self._note("bad", process, attempt.folder)
             whole = before & self._whole_on(attempt) or attempt not in self._world.invariants.committed()
-            garbled = attempt.folder in self._world.invariants.garbled or not self._world.invariants.counts(attempt)
+            invariants = self._world.invariants
+            garbled = attempt.folder in invariants.garbled | invariants.back_again or not invariants.counts(attempt)
             if whole and not garbled and not self._troubled(began):
                 raise Broken(f"{process} was told that {attempt.folder} is bad: {error}") from error
             return

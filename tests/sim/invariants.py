@@ -37,6 +37,7 @@ class Invariants:
         self.ever: dict[tuple[str, Attempt], set[str]] = {}  # (tier, attempt) -> parts that were committed there
         self.flipped_at: dict[tuple[str, str, str, int], float] = {}  # (tier, checkpoint, file, block) -> when
         self.garbled: set[str] = set()  # checkpoints of which something ever was
+        self.back_again: set[str] = set()  # those of which a record was deleted, and came back with a lost node
         self.seen_epoch = 0
         self._seen: set[str] = set()
         self._broken: list[Broken] = []

@@ -203,16 +203,18 @@ class Medium:
 
     # -- what the world does -------------------------------------------------------------------------
 
-    def lose_node(self, node: str, rng: random.Random) -> None:
-        """A node goes down: its cache is lost. Nobody is told: look at everything."""
+    def lose_node(self, node: str, rng: random.Random) -> set[str]:
+        """A node goes down: its cache is lost. Nobody is told: look at everything. The folders in which records
+        have come back that could not be made durable, and were deleted: what they tell of need not be there."""
         watcher, self.watcher = self.watcher, None
-        self._lose_node(node, rng)
+        back = self._lose_node(node, rng)
         self.watcher = watcher
+        return back
 
-    def _lose_node(self, node: str, rng: random.Random) -> None:
-        for key, ghost in list(self._ghosts.items()):
-            if rng.random() < 0.5 and ghost.node == node:
-                self._bring_back(key, ghost)
+    def _lose_node(self, node: str, rng: random.Random) -> set[str]:
+        back = [key for key, ghost in self._ghosts.items() if rng.random() < 0.5 and ghost.node == node]
+        for key in back:
+            self._bring_back(key, self._ghosts[key])
         self._ghosts.clear()
         for shard, file in list(self.files.items()):
             if file.node == node and not file.durable:
@@ -220,6 +222,7 @@ class Medium:
         for name, record in list(self.records.items()):
             if record.node == node and not record.durable:
                 self._lose_record(name, record, rng)
+        return {key.name.rpartition("/")[0] for key in back if isinstance(key, RecordKey)}
 
     def _bring_back(self, key: Key, ghost: File | Record) -> None:
         if isinstance(key, ShardKey) and isinstance(ghost, File):

@@ -18,8 +18,8 @@ import torch
 
 import stepwell
 from stepwell.catalog import Catalog
-from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, StepwellError, TierUnavailable
-from stepwell.format.names import GROWING, MANIFEST
+from stepwell.errors import CheckpointGone, CheckpointNotFound, ConfigError, CorruptData, StepwellError, TierUnavailable
+from stepwell.format.names import GROWING, MANIFEST, rank_of
 from stepwell.policies.evict import LRU
 from stepwell.reader import open_checkpoint
 from stepwell.tiers.base import NOTES, CheckpointKey, Found, RecordKey, ShardKey
@@ -394,6 +394,33 @@ def test_a_restore_waits_for_a_partial_copy_that_becomes_whole(tmp_path: Path, m
         found = reader.restore(state(0) | {"extra": [0]})
         flushing.result()
         assert found is not None and found.complete_on == ("far",)
+
+
+class Renewed(FileTier):
+    """A copy makes way just before its record is read, and another one is whole just after that."""
+
+    times = 1
+
+    async def fetch(self, record: RecordKey) -> bytes | None:
+        if rank_of(record.name.rpartition("/")[2]) is not None and self.times:
+            self.times -= 1
+            return None
+        return await super().fetch(record)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_record_that_was_made_anew_while_it_was_read_is_not_missing(tmp_path: Path, times: int) -> None:
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path, name="near")], policies=[]) as store:
+        store.save(1, state(1)).wait("near")
+    tier = Renewed(tmp_path, name="near")
+    tier.times = times
+    with stepwell.open(run="run", tiers=[tier], mode="r") as reader:
+        if times == 1:
+            found = reader.restore(state(0), step=1)
+            assert found is not None and found.step == 1
+        else:
+            with pytest.raises(CorruptData, match="the file is missing"):
+                reader.restore(state(0), step=1)
 
 
 def test_a_restore_waits_for_a_dead_writer_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
