@@ -126,7 +126,7 @@ async def _verify(named: Named, progress: Progress, report: Report) -> None:
         for attempt, holding in pairs:
             checker = _Checker(run, attempt, holding, progress)
             found = await checker.check()
-            if not (found.problems and await checker.deleted()):
+            if not (found.problems and await checker.replaced()):
                 report.checked.append(found)
         if named.place.kind == "run" and not named.place.selected:
             report.records = [await _run_records(run, tier) for tier in run.tiers]
@@ -163,11 +163,11 @@ class _Checker:
         self._mover: Mover = mover()
         self._progress = progress
         self._told = 0  # bytes that the progress has heard of
-        self._known = {MANIFEST}
+        self._known, self._manifest = {MANIFEST}, b""
         self._out = Verified(attempt.folder, attempt.step, holding.tier.info.name)
 
     async def check(self) -> Verified:
-        manifest, _ = await self._record(MANIFEST, Manifest)
+        manifest, self._manifest = await self._record(MANIFEST, Manifest)
         if manifest is not None:
             if manifest.attempt != self._attempt.folder and self._attempt.renamed is None:
                 self._bad(MANIFEST, f"it is that of {manifest.attempt}")
@@ -179,12 +179,14 @@ class _Checker:
         self._progress.moved(sum(self._files.values()) - self._told)
         return self._out
 
-    async def deleted(self) -> bool:
-        """Whether somebody has deleted the checkpoint since it was found: then nothing is wrong with it."""
+    async def replaced(self) -> bool:
+        """Whether somebody has deleted the checkpoint since it was looked at, or made a copy of more of its parts: then
+        nothing is known to be wrong with it."""
         try:
-            return await self._tier.fetch(RecordKey(self._catalog.run, f"{self._attempt.folder}/{MANIFEST}")) is None
+            now = await self._tier.fetch(RecordKey(self._catalog.run, f"{self._attempt.folder}/{MANIFEST}"))
         except StepwellError:
             return False
+        return now is None or (self._manifest != b"" and now != self._manifest)
 
     def _ours(self, name: str) -> bool:
         markers = name in (DELETED, GROWING) or name.startswith("repair-")
@@ -216,12 +218,13 @@ class _Checker:
         return data
 
     async def _record(self, name: str, kind: type[R]) -> tuple[R | None, bytes]:
+        """What the file says, and its bytes; of one that could not be read there are none."""
         data = await self._fetch(name)
         try:
             return (decode(data, kind), data) if data is not None else (None, b"")
         except StepwellError as error:
             self._bad(name, error.what)
-            return None, b""
+            return None, data or b""
 
     async def _sidecar(self, name: str, size: int, crc: int) -> None:
         self._known.add(name)

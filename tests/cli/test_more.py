@@ -15,6 +15,7 @@ import pytest
 import stepwell
 from stepwell.deleting import Doomed, Which, plan_deletion
 from stepwell.errors import TierError
+from stepwell.format.records import Manifest, decode, encode
 from stepwell.tiers.file import FileTier
 from stepwell.verifying import verify
 from tests.cli.helpers import Cli, flip, folder_of, state, tree
@@ -214,6 +215,26 @@ def test_a_checkpoint_deleted_while_it_is_verified_is_no_fault(run: Path) -> Non
 
     report = verify(str(run), Deleting())
     assert report.problems == 0 and [one.step for one in report.checked] == [2, 3, 5]
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_copy_that_is_made_whole_while_it_is_verified_is_no_fault(run: Path, anew: bool) -> None:
+    folder = folder_of(run, 1)
+    manifest = decode((folder / "manifest.json").read_bytes(), Manifest)
+
+    class Renewing:
+        """The record makes way once some has been read; then there is a manifest again, another one or the same."""
+
+        def expect(self, size_bytes: int) -> None: ...
+
+        def moved(self, size_bytes: int) -> None:
+            (folder / "rank-00000.json").unlink(missing_ok=True)
+            manifest.made += anew
+            (folder / "manifest.json").write_bytes(encode(manifest))
+
+    report = verify(str(run), Renewing())
+    assert (report.problems > 0) == (not anew)
+    assert [one.step for one in report.checked] == [1, 2, 3, 5][anew:]
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

@@ -96,7 +96,8 @@ class Judge:
         leaving = process.writer.steering.leaving
         before = set(leaving)
         made = carry_out(move, view)
-        lost = process.writer.owner.writership.lost  # it hears so when it asks for the drop, and may ask by older news
+        owner = process.writer.owner
+        lost = owner.taken and owner.writership.lost  # each of its drops is refused; it may ask for them by older news
         if isinstance(move, Drop) and leaving - before and not lost:
             with self.invariants.noting():
                 self._check_drop(process, move)
