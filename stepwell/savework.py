@@ -342,15 +342,26 @@ class Saver:
                 await tier.drop([key])
         if not reserved:
             return
-        record = RecordKey(key.run, f"{key.attempt}/{rank_file(job.rank)}")
         try:
             for reservation in reserved:
                 await chain.first.abort(reservation)
+        except StepwellError as error:
+            self._stays(error)
+            return
+        self._keep(self._drop_rest(key, job))  # it asks the last tier first, which may be stuck; the next save waits
+
+    async def _drop_rest(self, key: CheckpointKey, job: Job) -> None:
+        """What a failed attempt has left on the first tier, beside what was reserved for it."""
+        first, record = self._chain.first, RecordKey(key.run, f"{key.attempt}/{rank_file(job.rank)}")
+        try:
             if self._owner.writership.lost or not await self._owner.writership.still_ours():
                 return  # the next writer may count on it already
-            await chain.first.drop([key] if job.world == 1 else [record])
+            await first.drop([key] if job.world == 1 else [record])
         except StepwellError as error:
-            log.warning("what a failed save left on %s stays there: %s", chain.first.info.name, error)
+            self._stays(error)
+
+    def _stays(self, error: StepwellError) -> None:
+        log.warning("what a failed save left on %s stays there: %s", self._chain.first.info.name, error)
 
     def _note(self, error: TierError) -> TierError:
         self.last_error, self.failing = error, True

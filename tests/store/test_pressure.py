@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 import stepwell
+from stepwell.epochs import Writership
+from stepwell.jobs import current_job
 from stepwell.policies.base import Policy, View
 from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
 from stepwell.policies.retain import Retain
 from stepwell.runtime import Runtime
 from stepwell.settings import Settings
 from stepwell.store import CheckpointStore
-from stepwell.tiers.base import Refused, Reservation, ShardKey
+from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.wrap import Fault, Faulty, Wrapper
 from tests.store.helpers import ALWAYS, disk, eventually, host, release, state, steps
@@ -48,8 +51,6 @@ def test_block_waits_until_a_flush_has_made_room(tmp_path: Path) -> None:
 
 
 def release_later(far: Faulty) -> None:
-    import threading
-
     threading.Timer(0.3, release, [far]).start()
 
 
@@ -112,6 +113,52 @@ def test_room_that_comes_while_there_is_said_to_be_none_is_taken(
         eventually(lambda: bool(far.hit))
         store.save(3, state(3, SIZE)).wait("near")
         assert store.status().saves_skipped == store.status().saves_failed == 0
+
+
+class Reluctant(Wrapper):
+    """Gives room back only once somebody waits for it."""
+
+    wanted: asyncio.Event
+
+    async def abort(self, reservation: Reservation) -> None:
+        await self.wanted.wait()
+        await self.tier.abort(reservation)
+
+
+def test_the_room_of_a_save_that_fails_is_taken_although_the_last_tier_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it asks whether the run is still its own, before it removes the rest of what it wrote."""
+    monkeypatch.setattr("stepwell.savework.GIVE_UP_S", 60.0)
+    monkeypatch.setattr("stepwell.room.AGAIN_S", 60.0)
+    (tmp_path / "near").mkdir()
+    small = FileTier(tmp_path / "near", name="near", capacity_bytes=ROOM * 2 // 3)
+    near, far = Reluctant(Faulty(small, [Fault("write", 1, "error")])), disk(tmp_path, name="far")
+    near.wanted, done = asyncio.Event(), threading.Event()
+    with CheckpointStore("run", [near, far], "w", Settings(block_timeout=20.0), [FlushRule("far")]) as store:
+        room = store._writer.saver.room
+        make = room.make_room
+
+        async def hangs(writership: Writership) -> bool:
+            while not done.is_set():
+                await asyncio.sleep(0.01)
+            return True
+
+        async def waits(tier: Tier, patience_s: float) -> bool:
+            near.wanted.set()
+            return await make(tier, patience_s)
+
+        store._runtime.run(store._writer.owner.take(current_job()))
+        monkeypatch.setattr(Writership, "still_ours", hangs)
+        monkeypatch.setattr(room, "make_room", waits)
+        try:
+            failed, save = store.save(1, state(1, SIZE)), store.save(2, state(2, SIZE))
+            save.wait("near", timeout=15)
+        finally:
+            done.set()
+        with pytest.raises(stepwell.SaveFailed):
+            failed.wait("near")
+        eventually(lambda: [folder.name[5:14] for folder in (tmp_path / "near/run").glob("step-*")] == ["000000002"])
 
 
 def test_block_gives_up_in_the_end_and_says_why(tmp_path: Path) -> None:
