@@ -318,6 +318,13 @@ class FileTier(Tier):
             await self._calls.finish(self._drop(key))
 
     async def _drop(self, key: CheckpointKey | ShardKey | RecordKey) -> None:
+        if not isinstance(key, RecordKey):
+            await self._drop_now(key)
+            return
+        async with self._locks.hold(key):  # one that hangs must not take what is committed under its name later
+            await self._drop_now(key)
+
+    async def _drop_now(self, key: CheckpointKey | ShardKey | RecordKey) -> None:
         gone: list[ShardKey] = []
         if isinstance(key, CheckpointKey):
             path, gone = self.layout.folder(key), self._books.of(key)

@@ -313,6 +313,13 @@ class SimTier(Background, Tier):
     async def _drop(self, key: CheckpointKey | ShardKey | RecordKey) -> None:
         if isinstance(key, ShardKey) and key.name.endswith(".json"):
             key = RecordKey(key.checkpoint.run, f"{key.checkpoint.attempt}/{key.name}")
+        if not isinstance(key, RecordKey):
+            await self._drop_now(key)
+            return
+        async with self._locks.hold(key):
+            await self._drop_now(key)
+
+    async def _drop_now(self, key: CheckpointKey | ShardKey | RecordKey) -> None:
         trouble = await self._begin(key)
         gone = [key] if isinstance(key, ShardKey) else self._books.of(key) if isinstance(key, CheckpointKey) else []
         for _ in range(2 if isinstance(key, CheckpointKey) else 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,32 @@ def test_records_without_hard_links(tmp_path: Path) -> None:
 
     on(disk(tmp_path), scenario)
     assert tree(tmp_path) == {"run", "run/epochs", "run/epochs/0000001.json"}
+
+
+def test_a_removal_that_hangs_does_not_take_what_is_committed_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it may have given it up long ago."""
+    real, begun, go_on = _folders.drop, threading.Event(), threading.Event()
+
+    def drop(*given: Any) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        real(*given)
+
+    async def scenario(tier: FileTier) -> None:
+        await tier.commit(RECORD, b"old")
+        monkeypatch.setattr(_folders, "drop", drop)
+        dropping = asyncio.ensure_future(tier.drop([RECORD]))
+        assert await asyncio.to_thread(begun.wait, 20)
+        dropping.cancel()
+        committing = asyncio.ensure_future(tier.commit(RECORD, b"new"))
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert await committing and await tier.fetch(RECORD) == b"new"
+        await asyncio.wait([dropping])
+
+    on(disk(tmp_path), scenario)
 
 
 def test_two_drivers_and_one_record(tmp_path: Path) -> None:
