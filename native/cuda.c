@@ -259,8 +259,8 @@ int sw_cuda_begin(sw_cuda *cuda, int *mode)
     return cuda->pid == getpid() ? sw_cuda_enter(cuda, mode) : -ECHILD;
 }
 
-/* An event after all that was put on the caller's stream up to now, and after copies within the device that are put
- * there first, each of them (to, from, bytes). */
+/* An event after all that was put on the caller's stream up to now, and after what is gathered within the device, which
+ * is put there first. */
 int sw_cuda_mark(sw_cuda *cuda, uint64_t stream, const sw_gathering *first, sw_event **out)
 {
     void *handle = (void *)(uintptr_t)stream;

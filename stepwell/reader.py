@@ -158,7 +158,7 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
     """The rank's record and its bytes, from the nearest tier where it is the one that was committed."""
     name = f"{attempt.folder}/{rank_file(rank)}"
     wrong: list[str] = []
-    unread = False
+    again = False
     holdings = list(catalog.holdings.get(attempt, []))
     gone = not holdings
     for holding in holdings:
@@ -185,13 +185,13 @@ async def read_record(catalog: Catalog, attempt: Attempt, rank: int, healing: He
             gone = True
         except StepwellError as error:
             wrong.append(f"{tier}: {error}")
-            unread = unread or error.retry or isinstance(error, TierError)
+            again = again or error.retry or isinstance(error, TierError)
     if gone and not wrong:
         raise _gone(catalog, attempt)
     corrupt = CorruptData(
         f"no tier has a good record of rank {rank}: {'; '.join(wrong)}", path=name, run=catalog.run, step=attempt.step
     )
-    corrupt.retry = unread
+    corrupt.retry = again
     raise corrupt
 
 
