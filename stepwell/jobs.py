@@ -10,6 +10,7 @@ import asyncio
 import functools
 import os
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,22 +44,37 @@ class LocalStore:
 
 
 class DistributedStore:
-    """The store of torch.distributed's default process group.
+    """The store of torch.distributed's default process group, by a connection of our own.
 
-    Only `check` and a `get` of what is there are used: a blocking `get` would hold the client's lock
-    against the collectives of the training loop.
+    Who waits for a key holds the lock of its connection meanwhile. Training's threads wait there, as when they make a
+    new group, and the event loop must not wait with them; nor must they with it, so only `check` and a `get` of what
+    is there are used.
     """
 
     def __init__(self) -> None:
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self._store = _get_default_store()
+        self._store = _own_connection(_get_default_store())
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(key, value.hex())
 
     def poll(self, key: str) -> bytes | None:
         return bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None
+
+
+#: a store of torch's -> our connection to it
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _own_connection(store: Any) -> Any:
+    """The store itself where it cannot be cloned: old versions of torch, and stores written in Python."""
+    if store not in _connections:
+        try:
+            _connections[store] = store.clone()
+        except (AttributeError, RuntimeError):
+            return store
+    return _connections[store]
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,3 +82,33 @@ def test_another_number_of_ranks_is_refused_by_name(tmp_path: Path) -> None:
         stepwell.load(folder)
     [alone] = ended(SCRIPT, folder, "restore", world=1)
     assert alone.returncode != 0 and "WorldChanged" in alone.stderr and "2 ranks" in alone.stderr
+
+
+#: a thread of training waits at the job's store, as in making a group that another rank makes later
+WAITS = """
+import threading, time
+from datetime import timedelta
+from torch.distributed.distributed_c10d import _get_default_store
+def wait():
+    try:
+        _get_default_store().wait(["never"], timedelta(seconds=8))
+    except dist.DistStoreError:
+        pass
+began = time.monotonic()
+waiting = threading.Thread(target=wait)
+waiting.start()
+time.sleep(0.2)
+with stepwell.open(sys.argv[1]) as store:
+    for step in (1, 2, 3):
+        store.save(step, {"w": torch.full((1000,), float(step))}).wait()
+    assert waiting.is_alive(), time.monotonic() - began
+waiting.join()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_waits_at_the_jobs_store_holds_up_no_save(tmp_path: Path) -> None:
+    for done in ended(WAITS, tmp_path / "run"):
+        assert done.returncode == 0, done.stderr[-3000:]
