@@ -45,6 +45,7 @@ class Goal:
     told: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # failed often enough, or done
     place: int = 0  # a lower one goes first, before any priority: while the store is drained
     held: bool = False  # not to be begun
+    back: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # rank 0 has taken it back while it runs
     left_bytes: int | None = None  # of this rank's part, not there yet; None: no try has got so far
     moving: asyncio.Task[None] | None = field(default=None, repr=False)  # the try that copies bytes now
 
@@ -90,7 +91,7 @@ class Flusher:
         if self._closed:
             raise StoreClosed("the store is being closed", step=attempt.step, tier=self.tier.info.name)
         wanted = None if parts is None else tuple(sorted(parts))
-        goal = next((g for g in self._goals if g.attempt == attempt and g.parts == wanted), None)
+        goal = next((g for g in self._goals if (g.attempt, g.parts) == (attempt, wanted) and not g.back.is_set()), None)
         if goal is None:
             goal = Goal(attempt, wanted, priority, asyncio.get_running_loop().create_future())
             goal.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, whoever waits
@@ -114,6 +115,15 @@ class Flusher:
         for goal in goals:
             self.take_out(goal, reason)
         return True
+
+    def take_back(self, attempt: Attempt, reason: str) -> None:
+        """As `cancel`, on a rank that has no say in it: what runs is broken off, too. What somebody waits for stays."""
+        for goal in self.goals:
+            if goal.attempt == attempt and goal.priority >= Priority.FLUSH:
+                if goal.running:
+                    goal.back.set()
+                else:
+                    self.take_out(goal, reason)
 
     def take_out(self, goal: Goal, reason: str) -> None:
         """Takes one goal out of the queue; nothing if it runs or is done."""

@@ -21,6 +21,7 @@ from stepwell.errors import (
 from stepwell.flushing import Goal
 from stepwell.format.names import GROWING, MANIFEST, Attempt, rank_file
 from stepwell.format.records import Growing, Manifest, RankRecord, ShardRecord, decode, encode
+from stepwell.groups import either
 from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.reader import read_record
@@ -28,8 +29,8 @@ from stepwell.reading import Caller, Healing, Reading
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
-#: between two looks whether a copy that is being deleted is gone, and whether the leader has taken the flush back
-BUSY_LOOK_S, CANCEL_LOOK_S = 0.05, 0.25
+#: between two looks whether a copy that is being deleted is gone
+BUSY_LOOK_S = 0.05
 
 
 class FlushWork:
@@ -54,6 +55,8 @@ class FlushWork:
         Raises NotPlanned if the job's leader has taken the flush back meanwhile.
         """
         try:
+            if self._owner.job.leader:
+                return await self._once(tier, goal)
             return await self._unless_taken_back(tier, goal)
         except (CheckpointNotFound, CorruptData) as error:
             if self._chain.catalog.absent:
@@ -62,32 +65,18 @@ class FlushWork:
             raise
 
     async def _unless_taken_back(self, tier: Tier, goal: Goal) -> Manifest | None:
-        job = self._owner.job
-        if job.world == 1:
-            return await self._once(tier, goal)
         work = asyncio.ensure_future(self._once(tier, goal))
         try:
-            while not work.done():
-                await asyncio.wait([work], timeout=CANCEL_LOOK_S)
-                if not work.done() and job.store.poll(self._taken_back(goal.attempt, tier)) is not None:
-                    work.cancel()
-                    await asyncio.wait([work])
-                    await self.forget(goal.attempt, tier)
-                    raise NotPlanned("rank 0 has taken the flush back", step=goal.attempt.step, tier=tier.info.name)
-            return work.result()
+            await either(work, goal.back)
+            if not goal.back.is_set() or work.done():
+                return work.result()
+            work.cancel()
+            await asyncio.wait([work])
+            await self.forget(goal.attempt, tier)
+            raise NotPlanned("rank 0 has taken the flush back", step=goal.attempt.step, tier=tier.info.name)
         except asyncio.CancelledError:
             work.cancel()
             raise
-
-    def take_back(self, attempt: Attempt, tier: Tier) -> None:
-        """Tells the other ranks that a flush is not done after all, and frees what tries of it have left."""
-        job = self._owner.job
-        if job.world > 1:
-            job.store.put(self._taken_back(attempt, tier), b"1")
-        self._keep(self.forget(attempt, tier))
-
-    def _taken_back(self, attempt: Attempt, tier: Tier) -> str:
-        return f"{group_of(self._chain, self._owner.job)}/{attempt.folder}/{tier.info.name}/taken-back"
 
     async def forget(self, attempt: Attempt, tier: Tier) -> None:
         """Frees what this rank's tries of a flush have left on a tier that does not get the checkpoint."""
@@ -255,7 +244,7 @@ class FlushWork:
             key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
             await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
         covered = self._owner.committer.covered(tier)
-        prefix, patience_s = f"{self._taken_back(attempt, tier)}/way", self._chain.settings.rank_timeout_seconds
+        prefix, patience_s = self._way(attempt, tier), self._chain.settings.rank_timeout_seconds
         if job.rank == covered[0]:
             for rank in covered[1:]:
                 await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
@@ -281,7 +270,10 @@ class FlushWork:
         names = [MANIFEST, *(rank_file(rank) for rank in self._owner.committer.covered(tier))]
         await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{name}") for name in names])
         del self._clearing[copy]
-        job.store.put(f"{self._taken_back(attempt, tier)}/way/made", b"1")
+        job.store.put(f"{self._way(attempt, tier)}/made", b"1")
+
+    def _way(self, attempt: Attempt, tier: Tier) -> str:
+        return f"{group_of(self._chain, self._owner.job)}/{attempt.folder}/{tier.info.name}/way"
 
     async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey], step: int) -> bool:
         """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,

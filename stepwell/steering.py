@@ -59,8 +59,10 @@ class Steering:
         self._deleter, self._verifier, self._events, self.busy = deleter, verifier, deleter.events, deleter.busy
         self.views = Views(chain.catalog, chain.tiers, chain.clock, flushers)
         self.may_drop: Callable[[str], bool] = lambda tier: True  # whether this rank deletes on that tier
-        self.may_cancel = True  # whether this rank decides what is not flushed after all
-        self.cancelled: Callable[[Attempt, str], object] = lambda attempt, tier: None
+        self.decides = True  # whether this rank says what is flushed, and what is not after all; else `told` does
+        self.wanted: Callable[[Flush], object] = lambda move: None
+        self.cancelled: Callable[[Cancel], object] = lambda move: None
+        self.in_step: Callable[[], Awaitable[None]] = _at_once  # waits for what is decided elsewhere
         self.leaving = self.views.leaving
         self.bring: Bring | None = None
         self._bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (checkpoint, tier) of prefetches under way
@@ -74,6 +76,7 @@ class Steering:
         """Tells the policies; returns the flushes that follow."""
         if not self._policies:
             return []
+        await self.in_step()
         view = await self.views.look()
         goals: list[Goal] = []
         for policy in self._policies:
@@ -152,11 +155,11 @@ class Steering:
         if copy in self.busy:
             return False, None  # it is asked for again at the next event
         if isinstance(move, Flush):
-            return True, self._want(move, attempt)
+            return (True, self._want(move, attempt)) if self.decides else (False, None)
         if isinstance(move, Prefetch):
             return self._prefetch(move, attempt), None
         if isinstance(move, Cancel):
-            return self.may_cancel and self._cancel(move, attempt), None
+            return self.decides and self._cancel(move, attempt), None
         if copy in view.promised or not self._chain.catalog.notes.known:
             return False, None  # more of it is on its way there; or nobody knows what is kept
         if not self.may_drop(move.tier):
@@ -173,7 +176,16 @@ class Steering:
         if len(flusher.goals) > known:
             what = "" if move.parts is None else f" ({', '.join(move.parts)})"
             self._events.add("planned", attempt, move.tier, move.reason + what)
+        self.wanted(move)
         return goal
+
+    def told(self, move: Flush | Cancel) -> None:
+        """Carries out what another rank has decided."""
+        attempt = Attempt.parse(move.checkpoint)
+        if attempt is not None and isinstance(move, Flush):
+            self._want(move, attempt)
+        elif attempt is not None:
+            self.flushers[move.tier].take_back(attempt, move.reason)
 
     def _prefetch(self, move: Prefetch, attempt: Attempt) -> bool:
         if self.bring is None:
@@ -214,7 +226,7 @@ class Steering:
     def _cancel(self, move: Cancel, attempt: Attempt) -> bool:
         if not self.flushers[move.tier].cancel(attempt, move.reason):
             return False
-        self.cancelled(attempt, move.tier)
+        self.cancelled(move)
         self._events.add("cancelled", attempt, move.tier, move.reason)
         log.warning("step %d does not go to %s: %s", attempt.step, move.tier, move.reason)
         return True
@@ -286,12 +298,23 @@ class Steering:
                         found.append(Outlook(attempt.step, checkpoint, getattr(policy, "tier", ""), words))
         return found
 
+    async def would_flush(self, event: Event) -> bool:
+        """Whether policies ask for a flush that is not on its way."""
+        await self.in_step()
+        view = await self.views.look()
+        moves = [move for policy in self._policies for move in policy.decide(event, view)]
+        return any(isinstance(move, Flush) and refusal(move, view) is None for move in moves)
+
     async def closing(self) -> None:
         """Asks what must still get down, and lets the queues hurry."""
         for goal in await self.on(Closing()):
             log.debug("%s must get down before the store is closed", goal)
         for flusher in self.flushers.values():
             flusher.hurry()
+
+
+async def _at_once() -> None:
+    pass
 
 
 def _as_on(tier: str, name: str, step: int, size_bytes: int, parts: frozenset[str], made: float) -> CheckpointView:

@@ -12,8 +12,9 @@ from typing import Any
 from stepwell.ahead import Ahead
 from stepwell.backoff import Backoff
 from stepwell.chain import Chain
+from stepwell.decisions import Decisions
 from stepwell.deletion import Deleter
-from stepwell.errors import NotPlanned, SaveSkipped, StepwellError, StoreClosed
+from stepwell.errors import SaveSkipped, StepwellError, StoreClosed
 from stepwell.events import EventLog, LogKeeper
 from stepwell.flushing import Flusher, Goal
 from stepwell.flushwork import FlushWork
@@ -23,7 +24,7 @@ from stepwell.jobs import Job
 from stepwell.memoryonly import MemoryOnly
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
-from stepwell.policies.base import Committed, Found, Noted, Opened, Policy
+from stepwell.policies.base import Cancel, Closing, Committed, Found, Noted, Opened, Policy
 from stepwell.policies.flush import DropBacklog
 from stepwell.rescuing import rescue
 from stepwell.room import Room
@@ -32,6 +33,7 @@ from stepwell.saving import Save
 from stepwell.steering import Steering
 from stepwell.tiers.base import Tier
 from stepwell.tiers.host import Priority
+from stepwell.tying import Ties
 from stepwell.units import format_bytes, format_duration
 from stepwell.verification import Verifier
 
@@ -50,7 +52,7 @@ class RunWriter:
         rng = rng or random.Random()
         self.owner = Ownership(chain)
         self.saver = Saver(chain, self.owner, self._keep)
-        self.saver.on_named = lambda save, attempt: self._keep(self._foresee(save, attempt))
+        self.saver.on_named = lambda save, attempt: self._keep(self.ties.foresee(save, attempt))
         self._newest: tuple[Save, Attempt] | None = None  # the newest save that got where it goes first
         self.flushers = {
             tier.info.name: Flusher(tier, partial(self._flush_once, tier), chain.clock, Backoff(rng))
@@ -73,8 +75,12 @@ class RunWriter:
         for flusher in self.flushers.values():
             flusher.on_done = self._goal_done
             flusher.on_failed = partial(self._tried, flusher)
-        self.steering.cancelled = self._taken_back
         self.work = FlushWork(chain, self.owner, self.deleter, self._keep)
+        self.decisions = Decisions(chain, self.owner, self.steering.told)
+        self.decisions.saving, self.decisions.committed = self._under_way, self._saved
+        self.steering.wanted, self.steering.cancelled = self.decisions.tell, self._taken_back
+        self.steering.in_step = self.decisions.in_step
+        self.ties = Ties(chain, self.steering, self.work, self._keep)
         self._log_keeper = LogKeeper(self.events, chain.run, chain.authority, chain.clock)
         self._log_keeping: asyncio.Task[None] | None = None
         self.ahead = Ahead(chain, self.lift)
@@ -83,7 +89,6 @@ class RunWriter:
         self._found_by: Job | None = None
         self._rescuing: asyncio.Task[None] | None = None
         self.owner.on_taken = self._taken
-        self._below = [tier.info.name for tier in chain.storage[1:]]
         self.memory = MemoryOnly(chain, self.owner, self.steering, lambda: self._saving.values())
         self.saver.room.may_hold = chain.option(chain.first).by_rules and chain.host is not None
         self.saver.goes_down, self.saver.room.let_older_go = self.steering.goes_down, self.memory.let_older_go
@@ -134,15 +139,18 @@ class RunWriter:
             self._newest = save, attempt
         try:
             await self._after_takeover()
-            await self.steering.on(Committed(attempt.folder, there.info.name))
-            await self._follow(save, attempt)
+            try:
+                await self.steering.on(Committed(attempt.folder, there.info.name))
+            finally:
+                self.decisions.tell_saved(attempt.folder)
+            await self.ties.follow(save, attempt)
             await self.steering.look_for_idle()
         except asyncio.CancelledError:
-            save.fail(StoreClosed("the store was closed before the checkpoint was there"), self._below)
+            save.fail(StoreClosed("the store was closed before the checkpoint was there"), self.ties.below)
             raise
         except Exception as error:  # the checkpoint is safe; what follows from it is not
             log.exception("deciding on step %d failed", save.step)
-            save.fail(error, self._below)
+            save.fail(error, self.ties.below)
 
     async def skip(self, save: Save, blocked_s: float | None, waits: str = "save()") -> None:
         """Ends a save whose `save()`, or what else waits for its copies, has blocked for so long, or was interrupted
@@ -171,63 +179,6 @@ class RunWriter:
         if job.world > 1:
             self.saver.give_up(call, job, why)
 
-    async def _follow(self, save: Save, attempt: Attempt) -> None:
-        """Ties the save's waits to the flushes that policies have asked for."""
-        for tier in self._chain.storage[0 if save.held else 1 :]:
-            name, flusher = tier.info.name, self.flushers[tier.info.name]
-            goal = next((g for g in flusher.goals if g.attempt == attempt and g.parts is None), None)
-            if goal is not None:
-                save.planned(name)
-                goal.done.add_done_callback(partial(self._flushed, save, name))
-                self._keep(self._report(save, goal, name))
-            elif await self.work.has(attempt, tier, None):
-                try:
-                    await self.work.confirm(attempt, tier)
-                except StepwellError as error:
-                    save.fail(error, [name])
-                else:
-                    save.mark_committed(name, self._chain.clock.monotonic())
-                    if save.held:
-                        save.mark_durable()
-            else:
-                self._not_planned(save, name)
-
-    def _not_planned(self, save: Save, tier: str) -> None:
-        todo = f"store.flush({save.step}, to={tier!r}) does"
-        save.not_planned(
-            tier, NotPlanned("no policy sends this step there", todo=todo, step=save.step, tier=tier)
-        )  # fmt: skip
-
-    async def _foresee(self, save: Save, attempt: Attempt) -> None:
-        """Ends waits that would be in vain before the first tier has the checkpoint."""
-        try:
-            planned = await self.steering.foresee(attempt, save.nbytes, save.parts)
-        except Exception as error:  # it is decided, and said, when the checkpoint is there
-            log.debug("cannot foresee where step %d goes: %s", save.step, error)
-            return
-        there = self._chain.tiers[0] if save.held else self._chain.first
-        if self._chain.catalog.known_manifest(attempt, there) is not None:
-            return  # `_follow` says it, or has
-        for name in self._below:
-            if name not in planned:
-                self._not_planned(save, name)
-
-    def _flushed(self, save: Save, tier: str, done: asyncio.Future[None]) -> None:
-        if (error := done.exception()) is None:
-            save.mark_committed(tier, self._chain.clock.monotonic())
-            if save.held:
-                save.mark_durable()
-        elif isinstance(error, NotPlanned):
-            save.not_planned(tier, error)
-        else:
-            save.fail(error, [tier])
-
-    async def _report(self, save: Save, goal: Goal, tier: str) -> None:
-        """Tells those who wait when the flush has failed often enough; it is still tried again."""
-        await goal.told.wait()
-        if not goal.done.done() and goal.error is not None:
-            save.fail(goal.error, [tier])
-
     def _tell_room(self, save: Save) -> None:
         """Once a process: how large a checkpoint is, and how many more there is room for."""
         if self._newest is not None or not self.owner.job.leader:
@@ -247,9 +198,10 @@ class RunWriter:
 
     async def _open_up(self) -> None:
         rescuing = self._rescuing or self._keep(self._rescue())
+        self.steering.decides = self.owner.job.leader
+        self.decisions.begin()
         await self.steering.on(Opened())
         self._keep(self._mender.mend())
-        self.steering.may_cancel = self.owner.job.leader
         if self.owner.job.leader:
             self._keep(self._clean(rescuing))
             self._log_keeping = asyncio.ensure_future(self._log_keeper.keep(self.owner.writership.epoch))
@@ -279,7 +231,7 @@ class RunWriter:
         if not await self.work.has(attempt, tier, parts):
             await self.flushers[tier.info.name].want(attempt, parts, Priority.RESTORE).wait()
         if self._newest is not None and self._newest[0].held and self._newest[1] == attempt:
-            await self._follow(*self._newest)
+            await self.ties.follow(*self._newest)
 
     async def lift(
         self, attempt: Attempt, tier: Tier, job: Job, parts: Sequence[str] | None,
@@ -326,8 +278,11 @@ class RunWriter:
         if goal.done.exception() is None:  # else what waits for idle tiers would ask for it again at once, for ever
             self._keep(self.steering.look_for_idle())
 
-    def _taken_back(self, attempt: Attempt, tier: str) -> None:
-        self.work.take_back(attempt, self._chain.named(tier))
+    def _taken_back(self, move: Cancel) -> None:
+        self.decisions.tell(move)
+        attempt = Attempt.parse(move.checkpoint)
+        assert attempt is not None
+        self._keep(self.work.forget(attempt, self._chain.named(move.tier)))
 
     async def noted(self, attempt: Attempt) -> None:
         """Metrics, tags or keeps of a checkpoint were changed by this process."""
@@ -338,9 +293,24 @@ class RunWriter:
         await self.steering.on(Noted(attempt.folder))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self.saver.holding.discard(self._saving.pop(task))
+        save = self._saving.pop(task)
+        self.saver.holding.discard(save)
+        if save.checkpoint is not None:
+            self.decisions.ended(save.checkpoint)
         self.deleter.note_freed()  # or it will be, by what this save has made superfluous
         self._tidy_memory()
+
+    def _under_way(self) -> list[str]:
+        return [save.checkpoint for save in self._saving.values() if save.checkpoint is not None]
+
+    def _saved(self) -> list[str]:
+        """Of these, what is where it goes first."""
+        chain, found = self._chain, []
+        for save in self._saving.values():
+            attempt, there = Attempt.parse(save.checkpoint or ""), chain.host if save.held else chain.first
+            if attempt is not None and there is not None and chain.catalog.known_manifest(attempt, there) is not None:
+                found.append(attempt.folder)
+        return found
 
     def _tidy_memory(self) -> None:
         if self.saver.room.may_hold:
@@ -414,13 +384,27 @@ class RunWriter:
             await self._after_takeover()
             if self.saver.room.may_hold and (newest := self.memory.newest()) is not None:
                 self.flushers[self._chain.first.info.name].want(newest)  # near, and so there first
-            await self.steering.closing()
+            await self._close_as_one()
             if self._newest is not None:  # it may have to go where it was not planned to go before
-                await self._follow(*self._newest)
+                await self.ties.follow(*self._newest)
+
+    async def _close_as_one(self) -> None:
+        newest = next(iter(self._chain.catalog.newest_first()), None)
+        if self.decisions.follows and newest is not None and await self.steering.would_flush(Closing()):
+            await self.decisions.closing(newest)
+        await self.steering.closing()
+        self._tell_closing()
+
+    def _tell_closing(self) -> None:
+        newest = next(iter(self._chain.catalog.newest_first()), None)
+        if newest is not None:
+            self.decisions.tell_closing(newest.folder)
 
     async def close(self, patience_s: float) -> None:
         """Gives up what `finish` has not finished, waits a moment for the rest, then gives the run up."""
         self.ahead.close()
+        self._tell_closing()  # nobody need wait for what is not decided any more
+        self.decisions.close()
         for flusher in self.flushers.values():
             await flusher.close()
         self.deleter.stop()

@@ -12,7 +12,7 @@ import pytest
 import stepwell
 from stepwell.epochs import Writership
 from stepwell.jobs import current_job
-from stepwell.policies.base import Policy, View
+from stepwell.policies.base import Cancel, Policy, View
 from stepwell.policies.flush import DropBacklog, FlushNewest, FlushRule
 from stepwell.policies.retain import Retain
 from stepwell.runtime import Runtime
@@ -235,7 +235,7 @@ def test_what_was_taken_back_and_is_asked_for_again_comes_after_what_was_left_is
     with CheckpointStore("run", [disk(tmp_path, name="near"), far], "w", Settings(), []) as store:
         store.save(1, state(1)).wait("near")
         [attempt] = store.catalog.holdings
-        Runtime.get().loop.call_soon_threadsafe(store._writer.work.take_back, attempt, far)
+        Runtime.get().loop.call_soon_threadsafe(store._writer._taken_back, Cancel(attempt.folder, "far", "a test"))
         eventually(lambda: len(far.hit) == 2)  # the first is that of an old log
         release_later(far)
         store.flush(1, "far")

@@ -1,4 +1,4 @@
-"""Several ranks and policies: partial copies that become whole."""
+"""Several ranks and policies: what one rank has decided all do."""
 
 from __future__ import annotations
 
@@ -36,12 +36,101 @@ dist.destroy_process_group()
 """
 
 
-def check(code: str, root: Path) -> None:
-    """Two ranks do that; none may fail."""
+#: saves are faster than flushes, so that ranks see different checkpoints when a flush ends
+FAST = """
+from stepwell.policies.flush import FlushNewest, FlushRule
+from stepwell.policies.retain import Retain
+from stepwell.tiers.file import FileTier
+root, idle, newest = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
+tiers = [FileTier(f"{root}/near", name="near"), FileTier(f"{root}/far", name="far")]
+policies = [FlushNewest("far"), FlushRule("far", idle=idle, newest_wins=newest), FlushRule("far", every_steps=7)]
+policies += [Retain("near", last=2), Retain("far", last=2)]
+with stepwell.open(run="run", tiers=tiers, policies=policies, rank_timeout_seconds=30) as store:
+    for step in range(1, 41):
+        store.save(step, {"model": {f"rank{rank}.w": torch.full((400_000,), float(step))}}).wait("near")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: step 1 is on its way to far, where it is held up, when step 3 comes, and step 2 is taken back
+TAKEN_BACK = """
+import threading, time
+from stepwell.policies.flush import FlushRule
+from stepwell.runtime import Runtime
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.wrap import Fault, Faulty
+root = sys.argv[1]
+far = Faulty(FileTier(f"{root}/far", name="far"), [Fault("write", 1, "stall")])
+tiers = [FileTier(f"{root}/near", name="near"), far]
+with stepwell.open(run="run", tiers=tiers, policies=[FlushRule("far", newest_wins=True)]) as store:
+    saves = []
+    for step in (1, 2, 3):
+        saves.append(store.save(step, {"model": {f"rank{rank}.w": torch.full((400_000,), float(step))}}).wait("near"))
+        while not far.hit:
+            time.sleep(0.01)
+    try:
+        saves[1].wait("far", timeout=60)
+        sys.exit("step 2 was not taken back")
+    except stepwell.NotPlanned:
+        pass
+    Runtime.get().loop.call_soon_threadsafe(far.release)
+    time.sleep(2 * rank)  # this rank asks, and waits for the other one's part
+    store.flush(2, "far")
+    saves[2].wait("far")
+    assert [c.step for c in store.checkpoints(tier="far") if "far" in c.complete_on] == [1, 2, 3]
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: a rule of the user's that breaks on the rank whose word counts
+BROKEN = """
+from stepwell.policies.base import Closing
+from stepwell.policies.flush import FlushRule
+from stepwell.tiers.file import FileTier
+class Breaks(FlushRule):
+    def decide(self, event, view):
+        if rank == 0 and any(c.step == 2 for c in view.checkpoints) and not any(c.step == 3 for c in view.checkpoints):
+            raise ValueError("it cannot count")
+        return super().decide(event, view)
+root = sys.argv[1]
+tiers = [FileTier(f"{root}/near", name="near"), FileTier(f"{root}/far", name="far")]
+with stepwell.open(run="run", tiers=tiers, policies=[Breaks("far")]) as store:
+    for step in (1, 2, 3):
+        save = store.save(step, {"model": {f"rank{rank}.w": torch.full((1000,), float(step))}}).wait("near")
+        if step == 1:
+            save.wait("far")
+    save.wait("far", timeout=60)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: the ranks come to their ends at different times, and policies want something then
+APART = """
+import time
+from stepwell.policies.flush import FlushNewest
+from stepwell.tiers.file import FileTier
+root, late = sys.argv[1], int(sys.argv[2])
+tiers = [FileTier(f"{root}/near", name="near"), FileTier(f"{root}/far", name="far")]
+with stepwell.open(run="run", tiers=tiers, policies=[FlushNewest("far")]) as store:
+    for step in (1, 2):
+        store.save(step, {"model": {f"rank{rank}.w": torch.full((400_000,), float(step))}}).wait("near")
+    if rank == late:
+        time.sleep(3)
+with stepwell.open(run="run", tiers=[FileTier(f"{root}/far", name="far", read_only=True)], mode="r") as store:
+    assert [c.step for c in store.checkpoints() if c.complete_on] == [2]
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def check(code: str, root: Path, *arguments: object) -> list[str]:
+    """Two ranks do that; none may fail. Returns what they have said on stderr."""
     for place in ("near", "far"):
         (root / place).mkdir()
-    for done in ended(code, root):
+    found = ended(code, root, *arguments)
+    for done in found:
         assert done.returncode == 0, done.stderr[-3000:]
+    return [done.stderr for done in found]
 
 
 @pytest.mark.slow
@@ -51,3 +140,31 @@ def test_a_partial_copy_of_several_ranks_becomes_whole_at_the_end(tmp_path: Path
     [newest] = (tmp_path / "far" / "run").glob("step-000000030.*/manifest.json")
     manifest = decode(newest.read_bytes(), Manifest)
     assert manifest.complete and manifest.covers == [0, 1] and sorted(manifest.parts) == ["model", "optimizer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("idle", "newest_wins"), [(True, False), (False, True), (True, True)])
+def test_no_flush_waits_for_a_rank_that_has_chosen_another_checkpoint(
+    tmp_path: Path, idle: bool, newest_wins: bool
+) -> None:
+    for said in check(FAST, tmp_path, idle, newest_wins):
+        assert "does not get to" not in said and "Traceback" not in said, said[-3000:]
+    for copy in (tmp_path / "far" / "run").glob("step-*"):
+        assert decode((copy / "manifest.json").read_bytes(), Manifest).covers == [0, 1]
+    assert list((tmp_path / "far" / "run").glob("step-000000040.*"))
+
+
+@pytest.mark.slow
+def test_what_was_taken_back_can_be_flushed_by_hand(tmp_path: Path) -> None:
+    check(TAKEN_BACK, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rule_that_breaks_on_one_rank_holds_up_no_other(tmp_path: Path) -> None:
+    check(BROKEN, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_close_at_different_times_get_the_newest_down(tmp_path: Path, late: int) -> None:
+    check(APART, tmp_path, late)
