@@ -1,8 +1,9 @@
 """Kill -9 at random moments: what restore finds afterwards must be whole, right and the newest committed.
 
 Each round forks a trainer that goes on from the newest checkpoint and saves step after step, reporting each
-step once its save has been acknowledged; kills it at a random moment; then forks a checker that restores. The
-run's folder stays from round to round, so what earlier kills left is taken over and cleaned by later trainers.
+step once its save has been acknowledged; kills it at a random moment, in half of the rounds while it saves; then
+forks a checker that restores. The run's folder stays from round to round, so what earlier kills left is taken over
+and cleaned by later trainers.
 
     python -m tests.campaign.kill9 --rounds 500 --seed 1 --dir SCRATCH
 """
@@ -27,6 +28,8 @@ from tests.campaign.command import command
 
 #: elements of the large tensor: a save takes some tens of milliseconds, so kills fall into all of its phases
 SIZE = 6_000_000
+#: about as long as that takes, at least
+SAVE_S = 0.02
 
 
 def state_at(step: int) -> dict[str, object]:
@@ -114,6 +117,9 @@ def one_round(folder: Path, rng: random.Random, window_s: float) -> dict[str, ob
         assert part, "the trainer died by itself"
         said += part
     time.sleep(rng.random() * window_s)
+    if rng.random() < 0.5:
+        _await_save(folder, before)
+        time.sleep(rng.random() * SAVE_S)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     while select.select([reading], [], [], 0)[0] and (part := os.read(reading, 4096)):
@@ -125,6 +131,13 @@ def one_round(folder: Path, rng: random.Random, window_s: float) -> dict[str, ob
     assert os.waitstatus_to_exitcode(status) == 0, f"the check after step {acknowledged} failed"
     _prune(folder)
     return {"acknowledged": acknowledged, "torn": bool(torn)}
+
+
+def _await_save(folder: Path, before: set[str]) -> None:
+    """Returns once a save is on its way to the disk: a slow machine spends little of its time in them."""
+    until = time.monotonic() + 10
+    while not _unfinished(folder) - before and time.monotonic() < until:
+        time.sleep(0.0005)
 
 
 def _unfinished(folder: Path) -> set[str]:
