@@ -10,13 +10,13 @@ import msgspec
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
 from stepwell.epochs import Writership, describe_self
-from stepwell.errors import CorruptData, StepwellError
-from stepwell.format.names import MANIFEST, Attempt, rank_file, rank_of
-from stepwell.format.records import Draft, Manifest, RankRecord, ShardRecord, decode, encode
+from stepwell.errors import CheckpointGone, CorruptData, StepwellError
+from stepwell.format.names import GROWING, MANIFEST, Attempt, is_grown, rank_file, rank_of
+from stepwell.format.records import Draft, Growing, Manifest, RankRecord, ShardRecord, decode, encode
 from stepwell.jobs import Job, wait_for
 from stepwell.saving import Order
 from stepwell.shardjob import ShardJob
-from stepwell.tiers.base import RecordKey, Reservation, Tier
+from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
 
 
 def rank_record(order: Order, attempt: Attempt, jobs: Sequence[ShardJob], draft: Draft) -> bytes:
@@ -178,15 +178,28 @@ class Committer:
             tier = next(t for t in catalog.tiers if t.info.name == debris.tier)
             if debris.late or debris.attempt.epoch >= self.writership.epoch or tier.info.read_only:
                 continue
-            files = await self._files(tier, debris.attempt)
             try:
-                records = await self._whole(tier, debris.attempt, files)
+                if await self.commit_again(tier, debris.attempt) is not None:
+                    adopted.append((debris.attempt, debris.tier))
             except StepwellError:
                 continue
-            if records is not None:
-                await self._put_manifest(tier, debris.attempt, manifest_of(debris.attempt, records))
-                adopted.append((debris.attempt, debris.tier))
         return adopted
+
+    async def commit_again(self, tier: Tier, attempt: Attempt) -> Manifest | None:
+        """Commits what lacks nothing but the manifest; None if it lacks more. What was to be added to a copy, and is
+        not all there, goes."""
+        holding = await self._files(tier, attempt)
+        absent = await self._absent(tier, attempt, holding)
+        records = await self._whole(tier, attempt, holding, absent)
+        if records is None:
+            return None
+        manifest = manifest_of(attempt, records, absent)
+        await self._put_manifest(tier, attempt, manifest)
+        decoded = [decode(data, RankRecord) for data in records.values()] if absent else []
+        rest = {s.file for r in decoded for s in r.shards if s.file not in r.files_of(manifest.parts)}
+        if rest := rest & holding.files.keys():
+            await tier.drop([ShardKey(CheckpointKey(self.run, attempt.folder), file) for file in sorted(rest)])
+        return manifest
 
     async def _files(self, tier: Tier, attempt: Attempt) -> Holding:
         holding = Holding(tier)
@@ -195,8 +208,22 @@ class Committer:
                 holding.files[found.name] = found.size_bytes
         return holding
 
-    async def _whole(self, tier: Tier, attempt: Attempt, holding: Holding) -> dict[int, bytes] | None:
-        """All ranks' records, if they and the files they tell of are all there."""
+    async def _absent(self, tier: Tier, attempt: Attempt, holding: Holding) -> list[str]:
+        """The parts that it is to lack. Of a copy that made way to one of more parts, these are the old one's until
+        what each rank adds is there: before that the size of a file does not tell that its bytes are durable."""
+        if GROWING not in holding.files:
+            return []
+        grown = [name for name in holding.files if is_grown(name)]
+        told = grown[0] if grown and len(grown) == len(_ranks(holding.files)) else GROWING
+        data = await tier.fetch(RecordKey(self.run, f"{attempt.folder}/{told}"))
+        if data is None:
+            raise CheckpointGone("somebody else removes it", step=attempt.step, tier=tier.info.name)
+        return decode(data, Growing, step=attempt.step, tier=tier.info.name).absent
+
+    async def _whole(
+        self, tier: Tier, attempt: Attempt, holding: Holding, absent: Sequence[str]
+    ) -> dict[int, bytes] | None:
+        """All ranks' records, if they and the files they tell of, but for those of absent parts, are all there."""
         records: dict[int, bytes] = {}
         world = 0
         for rank in _ranks(holding.files):
@@ -204,7 +231,8 @@ class Committer:
             if data is None:
                 return None
             record = decode(data, RankRecord)
-            if any(holding.files.get(shard.file) != shard.size for shard in record.shards):
+            wanted = record.files_of(set(record.parts).difference(absent))
+            if any(holding.files.get(shard.file) != shard.size for shard in record.shards if shard.file in wanted):
                 return None
             if any(holding.files.get(name) != file.size for name, file in record.draft.files.items()):
                 return None

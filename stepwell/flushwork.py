@@ -19,8 +19,8 @@ from stepwell.errors import (
     TierFull,
 )
 from stepwell.flushing import Goal
-from stepwell.format.names import GROWING, MANIFEST, Attempt, rank_file
-from stepwell.format.records import Growing, Manifest, RankRecord, ShardRecord, decode, encode
+from stepwell.format.names import GROWING, MANIFEST, Attempt, grown_file, rank_file
+from stepwell.format.records import Growing, Manifest, RankRecord, decode, encode
 from stepwell.groups import either
 from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
@@ -93,18 +93,31 @@ class FlushWork:
         chain, rank = self._chain, self._owner.job.rank
         if await self._deleter.waits(attempt, tier):
             return
-        record, _ = await read_record(chain.catalog, attempt, rank, Healing())
+        record, data = await read_record(chain.catalog, attempt, rank, Healing())
         if await self._is_committed(attempt, tier, record):
             return
         key = CheckpointKey(chain.run, attempt.folder)
-        shards = [ShardKey(key, shard.file) for shard in record.shards]
+        growing = await self._growing(attempt, tier, record, data)
+        kept = record.files_of(set(record.parts).difference(growing.absent)) if growing is not None else set()
+        shards = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in kept]
         await chain.mover.settled(shards)
         await self._owner.writership.require(tier, attempt.step)
-        if self._owner.job.world == 1:
+        if growing is not None:  # what was there before counts again
+            await tier.drop([self._record(attempt, grown_file(rank)), *shards])
+            await self._commit_again(attempt, tier, record)
+        elif self._owner.job.world == 1:
             await tier.drop([key])  # a manifest that was to make way goes first
         else:
-            names = (rank_file(rank), GROWING)
-            await tier.drop([*(RecordKey(chain.run, f"{attempt.folder}/{name}") for name in names), *shards])
+            await tier.drop([self._record(attempt, rank_file(rank)), *shards])
+
+    async def _commit_again(self, attempt: Attempt, tier: Tier, record: RankRecord) -> None:
+        committer = self._owner.committer
+        if committer.covered(tier)[0] == self._owner.job.rank:
+            manifest = await committer.commit_again(tier, attempt)
+            if manifest is not None:
+                files = record.files_of(manifest.parts)
+                sizes = {shard.file: shard.size for shard in record.shards if shard.file in files}
+                self._chain.catalog.add(attempt, tier, sizes, manifest)
 
     async def _once(self, tier: Tier, goal: Goal) -> Manifest | None:
         chain, attempt = self._chain, goal.attempt
@@ -122,29 +135,31 @@ class FlushWork:
                 await self.confirm(attempt, tier)
                 return None
             wanted |= there
-            await self._make_way(
-                attempt, tier, there, [s for s in record.shards if any(s.file in record.parts[p] for p in there)]
-            )
+            await self._make_way(attempt, tier, record, there)
         elif there := self._clearing.get((attempt, tier.info.name), set()):  # the last try got no further
-            wanted |= there
-            await self._clear(attempt, tier, there)
-        files = {file for part in wanted for file in record.parts[part]}
+            await self._clear(attempt, tier, record, there)
+        growing = await self._growing(attempt, tier, record, data)
+        kept: set[str] = set()  # files that are there, durable
+        if growing is not None:  # this try has made way for it, or an earlier one
+            there = set(record.parts).difference(growing.absent)
+            wanted, kept = wanted | there, record.files_of(there)
+        files = record.files_of(wanted)
         key = CheckpointKey(chain.run, attempt.folder)
         shards = [shard for shard in record.shards if shard.file in files]
-        sizes = [(ShardKey(key, shard.file), shard.size) for shard in shards]
-        own = RecordKey(chain.run, f"{attempt.folder}/{rank_file(self._owner.job.rank)}")
+        missing = [shard for shard in shards if shard.file not in kept]
+        sizes = [(ShardKey(key, shard.file), shard.size) for shard in missing]
         copy = (attempt, tier.info.name)
         if copy in self._moving:
             await self._moving[copy].settled()  # chunks of a try that was broken off
         caller = self._moving[copy] = Caller()
-        whole = await self._is_whole(tier, own, data, [key for key, _ in sizes], attempt.step)
+        whole = growing is None and await self._is_whole(tier, attempt, data, [key for key, _ in sizes])
         reserved = [] if whole else await self._reserve(tier, attempt.step, sizes)
         sources = [h.tier for h in chain.catalog.holdings.get(attempt, [])]
         # memory may lose it meanwhile, but not before one of the others has it
         sources += [other for other in chain.storage if other is not tier and other not in sources]
         try:
             goal.begin(sum(reservation.size_bytes for reservation in reserved))
-            for shard, reservation in zip([] if whole else shards, reserved, strict=True):
+            for shard, reservation in zip([] if whole else missing, reserved, strict=True):
                 reading = Reading(
                     reservation.shard, sources, shard.crcs(), healing, Priority.FLUSH,
                     target=tier.info.name, write_limit=tier.info.write_bytes_per_s, caller=caller,
@@ -158,15 +173,20 @@ class FlushWork:
                 await tier.drop(rest)
             goal.copied.set()
             absent = sorted(set(record.parts) - wanted)
+            if growing is not None:
+                await self._add(tier, attempt, absent, reserved)
+                reserved = []
             manifest = await self._owner.committer.publish(tier, attempt, data, reserved, absent=absent)
         except BaseException as error:
             self._keep(self._let_go(tier, attempt, reserved, keep_bytes=_may_go_on(error)))
             raise
         del self._moving[copy]
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
+        if growing is not None:
+            await self._end_growth(attempt, tier)
         if chain.host is not None and tier in chain.storage and not absent:
-            for shard_key, _ in sizes:  # memory need not keep it any more; of some parts it still has the whole alone
-                chain.host.arena.clean(shard_key)
+            for shard in shards:  # memory need not keep it any more; of some parts it still has the whole alone
+                chain.host.arena.clean(ShardKey(key, shard.file))
         return manifest
 
     def _is_known(self, attempt: Attempt, tier: Tier) -> bool:
@@ -181,7 +201,7 @@ class FlushWork:
             return True
         if (attempt, name) in self._clearing:
             return False  # what is there was to make way
-        data = await tier.fetch(self._manifest(attempt))
+        data = await tier.fetch(self._record(attempt, MANIFEST))
         if data is None or any((d.attempt, d.tier, d.late) == (attempt, name, True) for d in catalog.debris):
             return False
         try:
@@ -189,16 +209,33 @@ class FlushWork:
         except StepwellError:  # it commits nothing
             return False
         await self._make_durable(attempt, tier, data)
-        there = {file for part in set(record.parts) - set(manifest.absent) for file in record.parts[part]}
+        there = record.files_of(set(record.parts) - set(manifest.absent))
         catalog.add(attempt, tier, {shard.file: shard.size for shard in record.shards if shard.file in there}, manifest)
         return True
 
-    def _manifest(self, attempt: Attempt) -> RecordKey:
-        return RecordKey(self._chain.run, f"{attempt.folder}/{MANIFEST}")
+    def _record(self, attempt: Attempt, name: str) -> RecordKey:
+        return RecordKey(self._chain.run, f"{attempt.folder}/{name}")
+
+    async def _growing(self, attempt: Attempt, tier: Tier, record: RankRecord, data: bytes) -> Growing | None:
+        """What is said of a copy that has made way to one of more parts, while neither is committed. It has this rank's
+        record (data: its bytes) and the shards that it had before."""
+        told = await tier.fetch(self._record(attempt, GROWING))
+        if told is None:
+            return None
+        key = CheckpointKey(self._chain.run, attempt.folder)
+        try:
+            growing = decode(told, Growing, step=attempt.step, tier=tier.info.name)
+        except StepwellError:  # then nothing is known of what is there, and all is copied anew
+            await self._owner.writership.require(tier, attempt.step)
+            await tier.drop([self._record(attempt, rank_file(self._owner.job.rank))])
+            return None
+        files = record.files_of(set(record.parts).difference(growing.absent))
+        whole = await self._is_whole(tier, attempt, data, [ShardKey(key, file) for file in sorted(files)])
+        return growing if whole else None
 
     async def _make_durable(self, attempt: Attempt, tier: Tier, manifest: bytes) -> None:
         await self._owner.writership.require(tier, attempt.step)
-        await tier.commit(self._manifest(attempt), manifest)
+        await tier.commit(self._record(attempt, MANIFEST), manifest)
 
     async def confirm(self, attempt: Attempt, tier: Tier) -> None:
         """Sees to it that a commit which the catalog knows is durable: another process may have been killed, or may
@@ -206,7 +243,7 @@ class FlushWork:
         copy = attempt, tier.info.name
         if copy in self._chain.catalog.confirmed:
             return
-        data = await tier.fetch(self._manifest(attempt))
+        data = await tier.fetch(self._record(attempt, MANIFEST))
         if data is None:
             raise CheckpointGone("its manifest is gone", step=attempt.step, tier=tier.info.name)
         await self._make_durable(attempt, tier, data)
@@ -226,11 +263,11 @@ class FlushWork:
             self._deleter.hurry(tier)  # the next try finds what that has freed
             raise
 
-    async def _make_way(self, attempt: Attempt, tier: Tier, there: set[str], shards: Sequence[ShardRecord]) -> None:
-        """Ends the commit of a partial copy, so that more parts can come: a manifest is never replaced.
+    async def _make_way(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str]) -> None:
+        """Ends the commit of a copy of some parts (there), so that more can come: a manifest is never replaced.
 
-        shards: those of this rank that it has. Raises CorruptData, before anything is removed, if they are not good
-        elsewhere; with several ranks each looks at its own, and the lowest removes.
+        Raises CorruptData, before anything is removed, if what it has is not good elsewhere; with several ranks each
+        looks at its own shards, and the lowest removes.
         """
         catalog, job = self._chain.catalog, self._owner.job
         manifests = await catalog.manifests(attempt)
@@ -240,50 +277,71 @@ class FlushWork:
                 todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
             )  # fmt: skip
         sources = [h.tier for h in catalog.holdings.get(attempt, []) if h.tier is not tier]
-        for shard in shards:
+        files = record.files_of(there)
+        for shard in (shard for shard in record.shards if shard.file in files):
             key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
             await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
         covered = self._owner.committer.covered(tier)
-        prefix, patience_s = self._way(attempt, tier), self._chain.settings.rank_timeout_seconds
+        prefix, patience_s = self._way(attempt, tier, record, there), self._chain.settings.rank_timeout_seconds
         if job.rank == covered[0]:
             for rank in covered[1:]:
                 await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
-            await self._clear(attempt, tier, there)
+            await self._clear(attempt, tier, record, there)
         else:
             job.store.put(f"{prefix}/{job.rank}", b"1")
             what = f"the removal of the partial copy of step {attempt.step} by rank {covered[0]}"
             await wait_for(job.store, f"{prefix}/made", patience_s, what)
             catalog.remove(attempt, tier)
 
-    async def _clear(self, attempt: Attempt, tier: Tier, there: set[str]) -> None:
-        """Removes what commits a copy, on no more of which anything may count; its shards stay, to go on from.
-
-        Until the new copy is committed other processes may find the checkpoint nowhere: the marker GROWING, which means
-        nothing beside a manifest, tells them that it is worth waiting for."""
-        copy, job = (attempt, tier.info.name), self._owner.job
+    async def _clear(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str]) -> None:
+        """Removes the manifest of a copy. Its shards stay, to go on from, and the records, from which the next writer
+        commits it again if this one gets no further: the marker GROWING, which means nothing beside a manifest, says
+        what it had. It also tells other processes that the checkpoint is worth waiting for."""
+        job = self._owner.job
+        growing = Growing(absent=sorted(set(record.parts) - there), made=self._chain.clock.wall())
         await self._owner.writership.require(tier, attempt.step)
-        marker = Growing(parts=sorted(there), made=self._chain.clock.wall())
-        await tier.commit(RecordKey(self._chain.run, f"{attempt.folder}/{GROWING}"), encode(marker))
+        if (attempt, tier.info.name) not in self._clearing:  # else the manifest may be gone, and the marker must stay
+            await self._drop_markers(attempt, tier, self._owner.committer.covered(tier))  # of an earlier growth
+        await tier.commit(self._record(attempt, GROWING), encode(growing))
         await self._owner.writership.require(tier, attempt.step)
-        self._clearing[copy] = there
+        self._clearing[attempt, tier.info.name] = there
         self._chain.catalog.remove(attempt, tier)
-        names = [MANIFEST, *(rank_file(rank) for rank in self._owner.committer.covered(tier))]
-        await tier.drop([RecordKey(self._chain.run, f"{attempt.folder}/{name}") for name in names])
-        del self._clearing[copy]
-        job.store.put(f"{self._way(attempt, tier)}/made", b"1")
+        await tier.drop([self._record(attempt, MANIFEST)])
+        del self._clearing[attempt, tier.info.name]
+        job.store.put(f"{self._way(attempt, tier, record, there)}/made", b"1")
 
-    def _way(self, attempt: Attempt, tier: Tier) -> str:
-        return f"{group_of(self._chain, self._owner.job)}/{attempt.folder}/{tier.info.name}/way"
+    def _way(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str]) -> str:
+        absent = "+".join(sorted(set(record.parts) - there))
+        return f"{group_of(self._chain, self._owner.job)}/{attempt.folder}/{tier.info.name}/way-from-all-but-{absent}"
 
-    async def _is_whole(self, tier: Tier, own: RecordKey, data: bytes, shards: Sequence[ShardKey], step: int) -> bool:
+    async def _add(self, tier: Tier, attempt: Attempt, absent: list[str], added: Sequence[Reservation]) -> None:
+        """Makes what this rank adds to a copy durable. Its record is there already, and must not go for that."""
+        place = self._record(attempt, grown_file(self._owner.job.rank))
+        await self._owner.writership.require(tier, attempt.step)
+        await tier.drop([place])  # of a try that got as far, or of an earlier growth
+        if not await tier.commit(place, encode(Growing(absent=absent, made=self._chain.clock.wall())), shards=added):
+            raise CorruptData("another process writes this attempt", path=str(place), tier=tier.info.name)
+
+    async def _end_growth(self, attempt: Attempt, tier: Tier) -> None:
+        """Its markers mean nothing any more, and may stay if they must."""
+        rank, covered = self._owner.job.rank, self._owner.committer.covered(tier)
+        with contextlib.suppress(TierError):
+            if rank == covered[0]:
+                await self._drop_markers(attempt, tier, covered)
+
+    async def _drop_markers(self, attempt: Attempt, tier: Tier, ranks: Sequence[int]) -> None:
+        await tier.drop([self._record(attempt, name) for name in (GROWING, *map(grown_file, ranks))])
+
+    async def _is_whole(self, tier: Tier, attempt: Attempt, data: bytes, shards: Sequence[ShardKey]) -> bool:
         """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
         because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
+        own = self._record(attempt, rank_file(self._owner.job.rank))
         if await tier.fetch(own) != data:
             return False
         try:
             await (await tier.lease(shards)).close()
         except CheckpointGone:  # a deletion that did not get to its end left the record
-            await self._owner.writership.require(tier, step)
+            await self._owner.writership.require(tier, attempt.step)
             await tier.drop([own])
             return False
         return True

@@ -60,7 +60,7 @@ class Verifier:
         try:
             for rank in manifest.covers:
                 record, _ = await read_record(chain.catalog, attempt, rank, Healing())
-                await self._check_rank(attempt, tier, record, {f for p in manifest.parts for f in record.parts[p]})
+                await self._check_rank(attempt, tier, record, record.files_of(manifest.parts))
         finally:
             chain.catalog.reading[attempt] -= 1
         if manifest is not chain.catalog.known_manifest(attempt, tier):

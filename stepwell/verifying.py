@@ -22,6 +22,7 @@ from stepwell.format.names import (
     RUN_FILE,
     Attempt,
     epoch_file,
+    is_grown,
     note_file,
     rank_file,
     rank_of,
@@ -189,7 +190,7 @@ class _Checker:
         return now is None or (self._manifest != b"" and now != self._manifest)
 
     def _ours(self, name: str) -> bool:
-        markers = name in (DELETED, GROWING) or name.startswith("repair-")
+        markers = name in (DELETED, GROWING) or is_grown(name) or name.startswith("repair-")
         return name in self._known or markers or rank_of(name) is not None
 
     def _bad(self, file: str, what: str, block: int | None = None, tensors: Sequence[str] = ()) -> None:

@@ -13,7 +13,7 @@ RUN_FILE = "run.json"
 EPOCHS = "epochs"
 #: in a step folder: its checkpoint was deleted, and its files stay only for those who are reading them
 DELETED = "deleted.json"
-#: in a step folder: some parts were committed there, and made way so that more can come
+#: in a step folder: some parts were committed there, and the manifest made way so that more can come
 GROWING = "growing.json"
 
 #: what the usual file systems allow for one name, in bytes (encrypted homes: 143)
@@ -21,6 +21,7 @@ NAME_BYTES_MAX = 143
 
 _ATTEMPT = re.compile(r"step-(\d{9,})\.(\d+)-(\d+)")
 _RANK = re.compile(r"rank-(\d{5,})\.json")
+_GROWN = re.compile(r"grown-\d{5,}\.json")
 _NOTE = re.compile(r"(\d{7,})\.json")
 _EPOCH = re.compile(r"(\d{7,})\.(json|beat|seen\.json|rewind\.json)")
 
@@ -50,6 +51,15 @@ class Attempt:
 
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+def grown_file(rank: int) -> str:
+    """In a step folder, beside GROWING: what the rank adds is there."""
+    return f"grown-{rank:05d}.json"
+
+
+def is_grown(name: str) -> bool:
+    return _GROWN.fullmatch(name) is not None
 
 
 def rank_of(name: str) -> int | None:

@@ -7,6 +7,7 @@ zeros. One flipped byte is found before anything in the record is believed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -126,6 +127,10 @@ class RankRecord(Sealed, kw_only=True):
     draft: Draft
     skeleton: msgspec.Raw
 
+    def files_of(self, parts: Iterable[str]) -> set[str]:
+        """This rank's files that any of these parts lie in; it may have none of a part."""
+        return {file for part in parts for file in self.parts.get(part, ())}
+
 
 class EpochRecord(Sealed, kw_only=True):
     """Who writes a run: made exclusively, so that two processes never hold one epoch."""
@@ -174,9 +179,10 @@ class Deleted(Sealed, kw_only=True):
 
 
 class Growing(Sealed, kw_only=True):
-    """growing.json: that a copy of some parts made way for one of more."""
+    """growing.json: that a copy without these parts made way for one of more. grown-00000.json: that all which this
+    rank adds is durable; the new copy lacks these parts."""
 
-    parts: list[str]
+    absent: list[str]
     made: float
 
 

@@ -9,9 +9,11 @@ from typing import Any
 from unittest import mock
 
 from stepwell import promises, steering
-from stepwell.catalog import Catalog
+from stepwell.catalog import Catalog, Holding
+from stepwell.commit import Committer
 from stepwell.deletion import Deleter
 from stepwell.epochs import Writership
+from stepwell.format.names import Attempt
 from stepwell.memoryonly import MemoryOnly
 from stepwell.mover import Mover
 from stepwell.notes import Notes
@@ -22,7 +24,7 @@ from stepwell.policies.flush import DropBacklog, FlushNewest
 from stepwell.policies.retain import Retain
 from stepwell.savework import Saver
 from stepwell.saving import Save
-from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey
+from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
 from stepwell.verification import Verifier
 from tests.sim.tier import SimTier
 
@@ -231,6 +233,15 @@ def _last_of_a_window() -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(flush, "firsts", lasts)
 
 
+def _grown_is_whole() -> contextlib.AbstractContextManager[object]:
+    """A takeover that believes a copy to which more parts were coming to be whole."""
+
+    async def nothing(self: Committer, tier: Tier, attempt: Attempt, holding: Holding) -> list[str]:
+        return []
+
+    return mock.patch.object(Committer, "_absent", nothing)
+
+
 @contextlib.contextmanager
 def _both(*patches: contextlib.AbstractContextManager[object]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -266,6 +277,7 @@ ALONE: dict[str, Mutation] = {
     "what is alone is evicted": _alone_is_evictable,
     "memory is forgotten at the end": _forgotten_at_the_end,
     "the last of a window goes": _last_of_a_window,
+    "what was to grow is whole": _grown_is_whole,
 }
 
 

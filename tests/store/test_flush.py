@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from stepwell.tiers.file import FileTier
 from stepwell.tiers.memory import MemoryTier
 from stepwell.tiers.wrap import Fault, Faulty
 from tests.mounts import tmpfs
-from tests.store.helpers import eventually
+from tests.store.helpers import ALWAYS, eventually
 
 
 def state(value: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
@@ -130,6 +132,111 @@ def test_a_partial_copy_grows_whole_although_it_cannot_make_way_at_once(tmp_path
         assert far.failed and newest is not None and newest.complete_on == ("near", "far")
     with stepwell.open(run="run", tiers=[FileTier(tmp_path, name="far")], mode="r") as store:
         assert store.restore(state(0)) is not None
+
+
+@pytest.mark.parametrize("after", ["reserve", "write", "commit"])
+def test_a_growth_that_is_taken_back_leaves_what_was_there(tmp_path: Path, after: str) -> None:
+    (tmp_path / "near").mkdir()
+    far = Faulty(FileTier(tmp_path, name="far"), [])
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far], policies=[]) as store:
+        store.save(1, state()).wait("near")
+        store.flush(1, "far", parts=["model"])
+        far.plan = [Fault(after, 1, "error", times=ALWAYS)]
+        with pytest.raises(TierError):
+            store.flush(1, "far")
+        far.plan = []
+        [attempt] = store.catalog.holdings
+        store._writer.flushers["far"].take_back(attempt, "a test")
+        store._runtime.run(store._writer.work.forget(attempt, far))
+        [found] = store.checkpoints()
+        assert found.tiers == ("near", "far") and found.complete_on == ("near",)
+        assert not list(tmp_path.glob("run/step-*/optimizer*"))
+    assert torch.equal(stepwell.load(tmp_path / "run", part="model")["w"], state()["model"]["w"])
+
+
+#: the only whole copy is in the memory of a process that ends while it makes a partial one on disk whole
+DIES = """
+import os, sys, torch, stepwell
+from stepwell.policies.evict import LRU
+from stepwell.settings import Settings, TierOptions
+from stepwell.store import CheckpointStore
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
+torch.set_num_threads(1)
+
+class Mortal(FileTier):
+    left = None
+    async def step(self, work):
+        found = await work
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                os._exit(9)
+        return found
+    async def reserve(self, *a, **k): return await self.step(super().reserve(*a, **k))
+    async def write(self, *a): return await self.step(super().write(*a))
+    async def commit(self, *a, **k): return await self.step(super().commit(*a, **k))
+    async def drop(self, *a): return await self.step(super().drop(*a))
+
+def writer(root, dies_after):
+    disk = Mortal(root, name="disk")
+    options = {"disk": TierOptions(by_rules=True)}
+    tiers = [HostTier(LRU(), 64 << 20, chunk_bytes=1 << 20), disk]
+    store = CheckpointStore("run", tiers, "w", Settings(), [], options=options)
+    parts = {name: {name[0]: torch.full((400_000,), 1.0)} for name in ("model", "optimizer", "other")}
+    store.save(1, parts).wait("host")
+    store.flush(1, "disk", parts=["model"])
+    disk.left = dies_after
+    store.flush(1, "disk", parts=GROWS)
+    disk.left = None
+    os._exit(0)
+
+def reader(root):
+    assert (stepwell.load(f"{root}/run", part="model")["m"] == 1.0).all()
+    os._exit(0)
+
+def successor(root):
+    store = stepwell.open(run="run", tiers=[FileTier(root, name="disk")])
+    store.save(2, {"model": {"m": torch.zeros(10)}}).wait()
+    [first] = [c for c in store.checkpoints() if c.step == 1]
+    files = {name[:-12] for name in os.listdir(f"{root}/run/step-000000001.1-1") if name.endswith(".safetensors")}
+    assert files == set(first.parts), (files, first.parts)
+    for part in first.parts:
+        assert (stepwell.load(f"{root}/run@1", part=part)[part[0]] == 1.0).all()
+    store.close()
+    os._exit(0 if "model" in first.parts else 1)
+
+def ended(work, *arguments):
+    pid = os.fork()
+    if pid == 0:
+        work(*arguments)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+for after in range(1, 100):
+    root = f"{sys.argv[1]}/{after}"
+    os.mkdir(root)
+    code = ended(writer, root, after)
+    assert code in (0, 9), code
+    if os.path.exists(f"{root}/run/step-000000001.1-1/manifest.json"):
+        assert ended(reader, root) == 0, after
+    assert ended(successor, root) == 0, after
+    if code == 0:
+        break
+print(after)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grows", [None, ["optimizer"]])
+def test_a_writer_that_dies_while_a_partial_copy_grows_takes_nothing_with_it(
+    tmp_path: Path, grows: list[str] | None
+) -> None:
+    code = DIES.replace("GROWS", repr(grows))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) >= 7  # as many moments as there are operations
 
 
 class Away(MemoryTier):
