@@ -162,7 +162,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
     add("--dir", type=Path, default=Path("build/bench"), help="scratch folder on the disk to measure (build/bench)")
-    add("--out", type=Path, default=Path("build/bench/ceiling.jsonl"), help="JSON lines, appended to")
+    add("--out", type=report.lines_file, default=Path("build/bench/ceiling.jsonl"), help="JSON lines, appended to")
     add("--choice", type=Path, default=Path("build/bench/choice.json"), help="the fio settings; made if missing")
     add("--table", type=Path, help="also write the Markdown table there")
     add("--peers-dir", type=Path, help="the peers' harness (default: STEPWELL_PEERS, or ../shared/peers)")

@@ -154,7 +154,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parse.add_argument
     add("--dir", type=Path, default=Path("build/bench"), help="scratch folder on the disk to measure (build/bench)")
     add("--tmpfs", type=Path, default=Path("/dev/shm"), help="where (a) stands in for a PFS (/dev/shm)")
-    add("--out", type=Path, help="also append the JSON lines there")
+    add("--out", type=report.lines_file, help="also append the JSON lines there")
     add("--mib", type=int, default=1024, help="bytes of the state (1024 MiB)")
     add("--saves", type=int, default=6, help="timed saves a run (6)")
     add("--rounds", type=int, default=9)

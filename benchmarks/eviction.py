@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import chunk_traces, report
 from benchmarks.chunk_traces import Key, Request, Trace
+from benchmarks.report import lines_file
 from stepwell.policies.announced import Announced
 from stepwell.policies.evict import EVICTION, default_eviction
 from stepwell.tiers.base import Chunk, EvictionPolicy
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--share", type=float, default=SHARE, help="of the footprint that memory holds")
     parser.add_argument("--shrink", type=int, default=1, help="leave out all but one in so many jobs of a trace")
-    parser.add_argument("--out", help="append a JSON line for each trace")
+    parser.add_argument("--out", type=lines_file, help="append a JSON line for each trace")
     options = parser.parse_args(argv)
     records = []
     for kind in options.kinds:

@@ -183,7 +183,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
     add("--dir", type=Path, default=Path("build/bench"), help="scratch folder on a disk (build/bench)")
-    add("--out", type=Path, help="also append the JSON lines there")
+    add("--out", type=report.lines_file, help="also append the JSON lines there")
     add("--mib", type=int, default=192, help="bytes of the state (192 MiB)")
     add("--saves", type=int, default=7, help="saves a run (7)")
     add("--rounds", type=int, default=3)

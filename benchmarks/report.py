@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
@@ -21,6 +23,14 @@ TITLES = (
     "rounds, calm",
     "fio setting",
 )
+
+
+def lines_file(text: str) -> Path:
+    """Of an argument: a file to which JSON lines are appended. That it cannot be one is said before hours of work."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; give a file in it, such as {path / 'lines.jsonl'}")
+    return path
 
 
 def line(record: Record) -> str:

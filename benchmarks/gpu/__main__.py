@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.gpu import ceilings, peers, report, restore, resume, snapshot, training
 from benchmarks.gpu.bench import FULL, TINY, Bench, Record, append
 from benchmarks.gpu.device import Device
+from benchmarks.report import lines_file
 
 ROOT = Path(__file__).resolve().parents[2]
 #: the most telling first: a run that comes short leaves out the last ones
@@ -42,15 +43,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parse.add_argument
     add("--dir", type=Path, default=Path("build/bench"), help="scratch folder on the disk to measure (build/bench)")
-    add("--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="JSON lines, appended to")
+    add("--out", type=lines_file, default=Path("build/bench/gpu.jsonl"), help="JSON lines, appended to")
     add("--only", nargs="+", choices=list(MEASUREMENTS), help="only these measurements")
     add("--device", default="cuda", help="cuda, cuda:1, cpu (cuda)")
     add("--small", action="store_true", help="everything tiny")
     add("--minutes", type=float, default=7.8, help="the most that all of it may take (7.8)")
     add("--part", action="store_true", help="no table: another process makes it of all records")
     args = parse.parse_args(argv)
-    if args.out.is_dir():
-        parse.error(f"--out: {args.out} is a folder; give a file in it, such as {args.out / 'gpu.jsonl'}")
     args.only = args.only or list(MEASUREMENTS)
     return args
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -120,3 +121,12 @@ def test_the_table_shows_medians_of_calm_rounds_only() -> None:
     [row] = [line for line in report.table([record(0.9, True), record(0.1, False)]).splitlines() if "w save" in line]
     assert "| 0.900 |" in row
     assert "| 2, 1 |" in row
+
+
+@pytest.mark.parametrize("name", ["ceiling", "draining", "eviction", "gpu.__main__", "lab"])
+def test_that_lines_cannot_go_to_a_folder_is_said_at_once(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main(["--out", str(tmp_path)])
+    assert f"argument --out: {tmp_path} is a folder; give a file" in capsys.readouterr().err
