@@ -35,7 +35,7 @@ types: setup  ## mypy --strict
 demo: setup  ## three tiers: train, kill in a save and in a flush, resume, compare bit for bit
 	$(PY) -m examples.demo $(ARGS)
 
-campaign: setup  ## 20,000 simulated histories, 200 exits, 500 + 300 kills, 20 killed drains, 1,000 reads, 10,000 lazy saves (SEED=1); adds to docs/campaign/
+campaign: setup  ## 20,000 simulated histories, 200 exits, 500 + 300 kills, 20 killed drains, 1,000 reads, 10,000 lazy saves, 200 jobs of ranks (SEED=1); adds to docs/campaign/
 	@mkdir -p build/campaign docs/campaign
 	$(PY) -m tests.campaign.sim --seeds 20000 --state build/campaign/sim.json | tee -a docs/campaign/sim.jsonl
 	$(PY) -m tests.campaign.exits --rounds 200 --dir build/campaign | tee -a docs/campaign/exits.jsonl
@@ -43,6 +43,7 @@ campaign: setup  ## 20,000 simulated histories, 200 exits, 500 + 300 kills, 20 k
 	$(PY) -m tests.campaign.readers --rounds 1000 --seed $(SEED) --dir build/campaign | tee -a docs/campaign/readers.jsonl
 	$(PY) -m tests.campaign.hosts --rounds 300 --seed $(SEED) --dir build/campaign | tee -a docs/campaign/hosts.jsonl
 	$(PY) -m tests.campaign.torn --saves 10000 --seed $(SEED) --dir build/campaign | tee -a docs/campaign/torn.jsonl
+	$(PY) -m tests.campaign.ranks --jobs 200 --seed $(SEED) --dir build/campaign | tee -a docs/campaign/ranks.jsonl
 	$(PY) -m tests.campaign.kill9 --rounds 500 --seed $(SEED) --dir build/campaign $(ARGS) | tee -a docs/campaign/kill9.jsonl
 
 bench: setup  ## stepwell against the disk's ceiling (fio); ARGS="--help" shows the options

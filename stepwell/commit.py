@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -107,12 +107,14 @@ class Committer:
         return [rank for rank, home in enumerate(self._homes) if tier.info.scope == "shared" or home == mine]
 
     async def publish(
-        self, tier: Tier, attempt: Attempt, record: bytes, reserved: Sequence[Reservation], absent: Sequence[str] = ()
-    ) -> Manifest:
+        self, tier: Tier, attempt: Attempt, record: bytes, reserved: Sequence[Reservation], absent: Sequence[str] = (),
+        on_announced: Callable[[], object] = lambda: None,
+    ) -> Manifest:  # fmt: skip
         """Makes this rank's shards and record durable, and returns when the manifest is there, too.
 
         The lowest rank on the tier publishes it, after every other rank there has announced its record.
-        Raises RunBusy if another writer has taken the run meanwhile.
+        on_announced: from then on the lowest rank may do that at any time. Raises RunBusy if another writer has taken
+        the run meanwhile.
         """
         own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
         await self._put_record(tier, own, record, reserved, attempt.step)
@@ -122,6 +124,7 @@ class Committer:
         store, leader = self.job.store, covered[0]
         if self.job.rank != leader:
             store.put(f"{prefix}/rank-{self.job.rank}", native.crc32c(record).to_bytes(4, "little"))
+            on_announced()
             data = await wait_for(
                 store, f"{prefix}/manifest", self._timeout_s, f"the manifest of step {attempt.step} by rank {leader}"
             )

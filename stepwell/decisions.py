@@ -28,9 +28,9 @@ NEAR_S, FAR_S = 0.02, 1.0
 
 class _Said(msgspec.Struct, frozen=True):
     """A line of the list. saved: that is all that follows from the save of a checkpoint. closing: that is all that
-    must get down before the store is closed or drained, as far as checkpoints up to this one go."""
+    must get down before the store is closed or drained, as far as checkpoints up to this one go. closed: no more."""
 
-    what: Literal["flush", "cancel", "saved", "closing"]
+    what: Literal["flush", "cancel", "saved", "closing", "closed"]
     checkpoint: str
     tier: str = ""
     reason: str = ""
@@ -52,8 +52,10 @@ class Decisions:
         self.saving: Callable[[], Collection[str]] = tuple  # checkpoints of this rank's saves under way
         self.committed: Callable[[], Collection[str]] = tuple  # those of them that are where they go first
         self._said: set[str] = set()  # those of them of which rank 0 has said what follows
-        self._early: list[_Said] = []  # on some that this rank has not committed yet
-        self._closed: Attempt | None = None
+        self._calls = 0  # the last save that has ended
+        self._early: list[_Said] = []  # on checkpoints that this rank has no part of yet
+        self._closing: Attempt | None = None  # up to it rank 0 has said what must get down
+        self._closed = False
         self._next = 0  # the number of the next decision
         self._following: asyncio.Task[None] | None = None
         self._heard, self._ask = asyncio.Event(), asyncio.Event()
@@ -76,6 +78,10 @@ class Decisions:
     def tell_closing(self, newest: str) -> None:
         """All is decided that must get down before the end."""
         self._tell(_Said("closing", newest))
+
+    def tell_closed(self) -> None:
+        """Nothing more will be decided."""
+        self._tell(_Said("closed", ""))
 
     def _tell(self, said: _Said) -> None:
         if not self._owner.taken or self._owner.job.world == 1 or not self._owner.job.leader:
@@ -112,11 +118,17 @@ class Decisions:
         if checkpoint not in self._said and not self.follows:
             self.tell_saved(checkpoint)
         self._said.discard(checkpoint)
+        attempt = Attempt.parse(checkpoint)
+        self._calls = max(self._calls, attempt.call if attempt is not None else 0)
         self._catch_up()
 
     async def closing(self, newest: Attempt) -> None:
         """Returns once rank 0 has said what must get down before the end."""
-        await self._until(lambda: self._closed is not None and self._closed >= newest, "what must get down at the end")
+
+        def said() -> bool:
+            return self._closed or (self._closing is not None and self._closing >= newest)
+
+        await self._until(said, "what must get down at the end")
 
     def close(self) -> None:
         """Follows the list no more."""
@@ -164,22 +176,30 @@ class Decisions:
         if said.what == "saved":
             self._said.update({said.checkpoint}.intersection(self.saving()))
         elif said.what == "closing":
-            self._closed = Attempt.parse(said.checkpoint)
+            self._closing = Attempt.parse(said.checkpoint)
+        elif said.what == "closed":
+            self._closed = True
         else:
             self._early.append(said)
             self._catch_up()
         self._tell_waiters()
 
     def _catch_up(self) -> None:
-        """Carries out what it can: rank 0 may decide on a checkpoint that is not committed here yet."""
-        saving = set(self.saving()).difference(self.committed())
-        ready = [said for said in self._early if said.checkpoint not in saving]
-        self._early = [said for said in self._early if said.checkpoint in saving]
+        """Carries out what it can: rank 0 may decide on a checkpoint that it has in memory, and this rank has not."""
+        waiting = {said.checkpoint for said in self._early if self._is_to_come(said.checkpoint)}
+        ready = [said for said in self._early if said.checkpoint not in waiting]
+        self._early = [said for said in self._early if said.checkpoint in waiting]
         for said in ready:
             try:
                 self._carry_out(said.move)
             except Exception:  # the next ones may go
                 log.exception("could not do what rank 0 has decided: %s", said.move)
+
+    def _is_to_come(self, checkpoint: str) -> bool:
+        attempt = Attempt.parse(checkpoint)
+        if attempt is None or attempt in self._chain.catalog.holdings or attempt.epoch != self._owner.writership.epoch:
+            return False
+        return attempt.call > self._calls or checkpoint in self.saving()
 
     def _tell_waiters(self) -> None:
         self._heard.set()

@@ -25,9 +25,15 @@ log = logging.getLogger("stepwell")
 TELL_AFTER = 3
 #: the pause after a try that could not read what it should copy
 UNREAD_S = 1.0
+#: the pause after a try that lets another flush pass, which may not be known here yet
+PASS_S = 0.1
 #: commits that may wait for other ranks while the next checkpoint is copied already; ranks may be at different
 #: checkpoints when the order changes, and would wait for each other if one had to be finished first
 COMMITS_MAX = 64
+
+
+class OutOfTurn(Exception):
+    """A try lets another flush of the same checkpoint pass."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,9 +48,11 @@ class Goal:
     error: StepwellError | None = None
     running: bool = False
     copied: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # only the commit is left
+    aside: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # its try holds up no other goal
     told: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # failed often enough, or done
     place: int = 0  # a lower one goes first, before any priority: while the store is drained
     held: bool = False  # not to be begun
+    lets_pass: bool = False  # the other flushes of the checkpoint go first, whatever their places
     back: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # rank 0 has taken it back while it runs
     left_bytes: int | None = None  # of this rank's part, not there yet; None: no try has got so far
     moving: asyncio.Task[None] | None = field(default=None, repr=False)  # the try that copies bytes now
@@ -152,7 +160,8 @@ class Flusher:
         for goal in self._goals:
             goal.place = order.index(goal) - len(order) if goal in order else 0
             goal.held = goal in held
-        first = min((goal.place for goal in self._goals if not goal.running and not goal.held), default=0)
+        waiting = [goal for goal in self._goals if not (goal.running or goal.held or goal.lets_pass)]
+        first = min((goal.place for goal in waiting), default=0)
         for goal in self._goals:
             if goal.moving is not None and not goal.copied.is_set() and (goal.held or first < goal.place):
                 goal.moving.cancel()
@@ -177,22 +186,32 @@ class Flusher:
             if pause > 0:
                 await self._pause(pause)
                 continue
-            goal.running = True
+            goal.running, goal.lets_pass = True, False
             goal.copied.clear()
+            goal.aside.clear()
             task = asyncio.ensure_future(self._try(goal))
             self._running.add(task)
             task.add_done_callback(self._ended)
-            await goal.copied.wait()
+            await goal.aside.wait()
 
     def _next(self) -> Goal | None:
         """The most urgent that can be tried: of equals the one with fewest tries, else the first. What somebody asked
         for by hand goes before others once: if it fails, it must not keep them away. Two goals of one checkpoint would
         share its files: one waits for the other."""
         running = {goal.attempt for goal in self._goals if goal.running}
-        waiting = [goal for goal in self._goals if goal.attempt not in running and not goal.held]
+        first = {goal.attempt for goal in self._goals if not goal.lets_pass}
+        passing = {g.attempt: g.place for g in self._goals if g.lets_pass and g.attempt in first}
+        waiting = [
+            goal
+            for goal in self._goals
+            if goal.attempt not in running
+            and (goal.attempt in passing or not goal.held)  # another rank has begun with it
+            and not (goal.lets_pass and goal.attempt in passing)
+        ]
 
         def turn(goal: Goal) -> tuple[int, Priority, int]:
-            return goal.place, max(goal.priority, Priority.FLUSH) if goal.tries else goal.priority, goal.tries
+            place = min(goal.place, passing.get(goal.attempt, 0))
+            return place, max(goal.priority, Priority.FLUSH) if goal.tries else goal.priority, goal.tries
 
         return min(waiting, key=turn, default=None)
 
@@ -219,6 +238,9 @@ class Flusher:
         name = self.tier.info.name
         try:
             await self._flush_once(goal)
+        except OutOfTurn:
+            goal.lets_pass = True
+            self.next_try_at = self._clock.monotonic() + PASS_S
         except TierError as error:
             self._failed(goal, error)
         except StepwellError as error:
@@ -237,6 +259,7 @@ class Flusher:
         finally:
             goal.running, goal.moving = False, None
             goal.copied.set()
+            goal.aside.set()
 
     def _failed(self, goal: Goal, error: TierError) -> None:
         # a tier that does not answer has failed all that wait for it; any other error is this checkpoint's own

@@ -18,10 +18,10 @@ from stepwell.errors import (
     TierError,
     TierFull,
 )
-from stepwell.flushing import Goal
+from stepwell.flushing import Goal, OutOfTurn
+from stepwell.flushturns import FlushTurns
 from stepwell.format.names import GROWING, MANIFEST, Attempt, grown_file, rank_file
 from stepwell.format.records import Growing, Manifest, RankRecord, decode, encode
-from stepwell.groups import either
 from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.reader import read_record
@@ -29,8 +29,8 @@ from stepwell.reading import Caller, Healing, Reading
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
-#: between two looks whether a copy that is being deleted is gone
-BUSY_LOOK_S = 0.05
+#: between two looks whether a copy that is being deleted is gone, and whether another rank is at another flush
+BUSY_LOOK_S, TURN_LOOK_S = 0.05, 0.25
 
 
 class FlushWork:
@@ -39,6 +39,9 @@ class FlushWork:
     def __init__(self, chain: Chain, owner: Ownership, deleter: Deleter, keep: Keep) -> None:
         self._chain, self._owner, self._deleter, self._keep = chain, owner, deleter, keep
         self.being_saved: Callable[[], Collection[tuple[str, str]]] = tuple  # (checkpoint, tier) of saves under way
+        #: (checkpoint, tier) -> files that tries have announced to the rank that commits them: it may do so at any time
+        self._given: dict[tuple[Attempt, str], set[str]] = {}
+        self._turns = FlushTurns(chain, owner)
         self._clearing: dict[tuple[Attempt, str], set[str]] = {}  # copies that were to make way -> the parts they had
         self._moving: dict[tuple[Attempt, str], Caller] = {}  # (checkpoint, tier) -> what the last try has begun
 
@@ -52,31 +55,55 @@ class FlushWork:
     async def once(self, tier: Tier, goal: Goal) -> Manifest | None:
         """One try. What it has written stays for the next, unless the tier is full. None if it was there already.
 
-        Raises NotPlanned if the job's leader has taken the flush back meanwhile.
+        Raises NotPlanned if the job's leader has taken the flush back meanwhile; OutOfTurn.
         """
-        try:
-            if self._owner.job.leader:
-                return await self._once(tier, goal)
-            return await self._unless_taken_back(tier, goal)
-        except (CheckpointNotFound, CorruptData) as error:
-            if self._chain.catalog.absent:
-                await self._chain.catalog.refresh()  # who did not answer the last scan may have what was not found
-                error.retry = True
-            raise
+        return await self._once(tier, goal) if self._owner.job.world == 1 else await self._with_others(tier, goal)
 
-    async def _unless_taken_back(self, tier: Tier, goal: Goal) -> Manifest | None:
+    async def _with_others(self, tier: Tier, goal: Goal) -> Manifest | None:
+        """A try, until another rank says that it is not to be done, cannot be, or that another one goes first."""
+        if self._turns.leads(tier):
+            with self._turns.taken(tier, goal):
+                return await self._unless(tier, goal, self._refused)
+        ended, looks = self._turns.ended(tier, goal), 0
+
+        def passes(tier: Tier, goal: Goal) -> Exception | None:
+            """At a second look: at the first one the manifest of the try that has ended may just have come."""
+            nonlocal looks
+            over = self._turns.ended(tier, goal) > ended
+            looks = looks + 1 if over or self._turns.crosses(tier, goal) else 0
+            if looks < 2:
+                return None
+            why = self._turns.why(tier, goal) if over else ""
+            return _cannot(why, goal, tier) if why else OutOfTurn()
+
+        return await self._unless(tier, goal, passes)
+
+    def _refused(self, tier: Tier, goal: Goal) -> Exception | None:
+        why = self._turns.refused(tier, goal)
+        return None if why is None else _cannot(why, goal, tier)
+
+    async def _unless(
+        self, tier: Tier, goal: Goal, ends: Callable[[Tier, Goal], Exception | None]
+    ) -> Manifest | None:  # fmt: skip
         work = asyncio.ensure_future(self._once(tier, goal))
+        told = asyncio.ensure_future(goal.back.wait())
         try:
-            await either(work, goal.back)
-            if not goal.back.is_set() or work.done():
-                return work.result()
+            while not work.done():
+                await asyncio.wait([work, told], timeout=TURN_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                error = ends(tier, goal)
+                if not work.done() and (goal.back.is_set() or error is not None):
+                    work.cancel()
+                    await asyncio.wait([work])
+                    if goal.back.is_set():
+                        await self.forget(goal.attempt, tier)
+                        what = "rank 0 has taken the flush back"
+                        raise NotPlanned(what, step=goal.attempt.step, tier=tier.info.name)
+                    assert error is not None
+                    raise error
+            return work.result()
+        finally:
             work.cancel()
-            await asyncio.wait([work])
-            await self.forget(goal.attempt, tier)
-            raise NotPlanned("rank 0 has taken the flush back", step=goal.attempt.step, tier=tier.info.name)
-        except asyncio.CancelledError:
-            work.cancel()
-            raise
+            told.cancel()
 
     async def forget(self, attempt: Attempt, tier: Tier) -> None:
         """Frees what this rank's tries of a flush have left on a tier that does not get the checkpoint."""
@@ -120,6 +147,18 @@ class FlushWork:
                 self._chain.catalog.add(attempt, tier, sizes, manifest)
 
     async def _once(self, tier: Tier, goal: Goal) -> Manifest | None:
+        """This rank's part of it."""
+        try:
+            return await self._flush(tier, goal)
+        except (CheckpointNotFound, CorruptData) as error:
+            if self._chain.catalog.absent:
+                await self._chain.catalog.refresh()  # who did not answer the last scan may have what was not found
+                error.retry = True
+            elif not error.retry and not self._turns.leads(tier):
+                self._turns.refuse(tier, goal, error)
+            raise
+
+    async def _flush(self, tier: Tier, goal: Goal) -> Manifest | None:
         chain, attempt = self._chain, goal.attempt
         place = (attempt.folder, tier.info.name)
         # what is left of an earlier try is being removed, or its own save is still writing there
@@ -135,7 +174,7 @@ class FlushWork:
                 await self.confirm(attempt, tier)
                 return None
             wanted |= there
-            await self._make_way(attempt, tier, record, there)
+            await self._make_way(goal, tier, record, there)
         elif there := self._clearing.get((attempt, tier.info.name), set()):  # the last try got no further
             await self._clear(attempt, tier, record, there)
         growing = await self._growing(attempt, tier, record, data)
@@ -167,20 +206,25 @@ class FlushWork:
                 await chain.mover.copy(reading, tier, shard.size, resumed=reservation.resumed, on_there=goal.there)
             await self._copy_sidecars(tier, sources, attempt, record)
             await self._owner.write_run_record(tier)
-            rest = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in files]
+            given = self._given.setdefault(copy, set())
+            rest = [ShardKey(key, s.file) for s in record.shards if s.file not in files and s.file not in given]
             if rest:  # left by an earlier try of all: beside the record a later writer would take them for whole
                 await self._owner.writership.require(tier, attempt.step)
                 await tier.drop(rest)
             goal.copied.set()
+            goal.aside.set()
             absent = sorted(set(record.parts) - wanted)
             if growing is not None:
                 await self._add(tier, attempt, absent, reserved)
                 reserved = []
-            manifest = await self._owner.committer.publish(tier, attempt, data, reserved, absent=absent)
+            manifest = await self._owner.committer.publish(
+                tier, attempt, data, reserved, absent=absent, on_announced=lambda: given.update(files)
+            )
         except BaseException as error:
             self._keep(self._let_go(tier, attempt, reserved, keep_bytes=_may_go_on(error)))
             raise
         del self._moving[copy]
+        self._given.pop(copy, None)
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
         if growing is not None:
             await self._end_growth(attempt, tier)
@@ -263,13 +307,13 @@ class FlushWork:
             self._deleter.hurry(tier)  # the next try finds what that has freed
             raise
 
-    async def _make_way(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str]) -> None:
+    async def _make_way(self, goal: Goal, tier: Tier, record: RankRecord, there: set[str]) -> None:
         """Ends the commit of a copy of some parts (there), so that more can come: a manifest is never replaced.
 
         Raises CorruptData, before anything is removed, if what it has is not good elsewhere; with several ranks each
         looks at its own shards, and the lowest removes.
         """
-        catalog, job = self._chain.catalog, self._owner.job
+        catalog, job, attempt = self._chain.catalog, self._owner.job, goal.attempt
         manifests = await catalog.manifests(attempt)
         if not any(not m.absent and job.rank in m.covers for other, m in manifests if other is not tier):
             raise CheckpointNotFound(
@@ -283,6 +327,8 @@ class FlushWork:
             await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
         covered = self._owner.committer.covered(tier)
         prefix, patience_s = self._way(attempt, tier, record, there), self._chain.settings.rank_timeout_seconds
+        if len(covered) > 1:
+            goal.aside.set()  # another rank may be at another checkpoint, and wait for this one there
         if job.rank == covered[0]:
             for rank in covered[1:]:
                 await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
@@ -362,6 +408,10 @@ class FlushWork:
             await self._owner.writership.require(tier, attempt.step)
             for reservation in reserved:
                 await tier.abort(reservation)
+
+
+def _cannot(why: str, goal: Goal, tier: Tier) -> CheckpointGone:
+    return CheckpointGone(f"another rank cannot flush its part: {why}", step=goal.attempt.step, tier=tier.info.name)
 
 
 def _may_go_on(error: BaseException) -> bool:

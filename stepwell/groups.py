@@ -94,7 +94,7 @@ class Countdown:
             self._done()
 
 
-async def either(task: asyncio.Task[Any], event: asyncio.Event) -> None:
+async def either(task: asyncio.Task[None], event: asyncio.Event) -> None:
     """Returns once the event is set; raises the task's error if that comes first."""
     waiting = asyncio.ensure_future(event.wait())
     try:

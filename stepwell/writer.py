@@ -122,10 +122,12 @@ class RunWriter:
                 log.error("saving step %d failed: %s", save.step, error)
             self.events.add("skipped" if skipped else "failed", save.step, reason=str(error))
             save.fail(error)
+            self._take_back(save)
             return
         except Exception as error:
             log.exception("saving step %d failed", save.step)
             save.fail(error)
+            self._take_back(save)
             return
         there = self._chain.tiers[0] if save.held else self._chain.first
         if save.held:
@@ -151,6 +153,16 @@ class RunWriter:
         except Exception as error:  # the checkpoint is safe; what follows from it is not
             log.exception("deciding on step %d failed", save.step)
             save.fail(error, self.ties.below)
+
+    def _take_back(self, save: Save) -> None:
+        """A save that all ranks have given up: memory may have had it on this one before, and policies wanted it."""
+        attempt = Attempt.parse(save.checkpoint or "")
+        if attempt is None or not self.owner.taken or self.owner.job.world == 1 or not self.owner.job.leader:
+            return
+        for name, flusher in self.flushers.items():
+            if any(goal.attempt == attempt for goal in flusher.goals):
+                flusher.take_back(attempt, "its save was given up")
+                self.decisions.tell(Cancel(attempt.folder, name, "its save was given up"))
 
     async def skip(self, save: Save, blocked_s: float | None, waits: str = "save()") -> None:
         """Ends a save whose `save()`, or what else waits for its copies, has blocked for so long, or was interrupted
@@ -393,17 +405,13 @@ class RunWriter:
         if self.decisions.follows and newest is not None and await self.steering.would_flush(Closing()):
             await self.decisions.closing(newest)
         await self.steering.closing()
-        self._tell_closing()
-
-    def _tell_closing(self) -> None:
-        newest = next(iter(self._chain.catalog.newest_first()), None)
         if newest is not None:
             self.decisions.tell_closing(newest.folder)
 
     async def close(self, patience_s: float) -> None:
         """Gives up what `finish` has not finished, waits a moment for the rest, then gives the run up."""
         self.ahead.close()
-        self._tell_closing()  # nobody need wait for what is not decided any more
+        self.decisions.tell_closed()
         self.decisions.close()
         for flusher in self.flushers.values():
             await flusher.close()

@@ -28,13 +28,19 @@ class Rank:
         chain: Any = SimpleNamespace(
             run="run", settings=SimpleNamespace(open_number=0, rank_timeout_seconds=patience_s)
         )
-        owner: Any = SimpleNamespace(taken=True, job=Job(rank, world, store, None, 0))
+        chain.catalog = self
+        writership = SimpleNamespace(epoch=1)
+        owner: Any = SimpleNamespace(taken=True, job=Job(rank, world, store, None, 0), writership=writership)
         self.moves: list[Flush | Cancel] = []
         self.saving: set[str] = set()
         self.committed: set[str] = set()
         self.decisions = Decisions(chain, owner, self.carry_out)
         self.decisions.saving, self.decisions.committed = lambda: self.saving, lambda: self.committed & self.saving
         self.decisions.begin()
+
+    @property
+    def holdings(self) -> set[Attempt]:
+        return {attempt for name in self.committed if (attempt := Attempt.parse(name)) is not None}
 
     def carry_out(self, move: Flush | Cancel) -> None:
         assert move.checkpoint not in self.saving - self.committed
@@ -121,6 +127,20 @@ def test_the_end_is_waited_for_once() -> None:
         leader.decisions.tell_closing(NAMES[1])
         await asyncio.wait_for(end, 5)
         await asyncio.wait_for(other.decisions.closing(newest), 0.01)
+        other.decisions.close()
+
+    on_virtual_time(play)
+
+
+def test_a_rank_0_that_is_closed_is_waited_for_no_more() -> None:
+    async def play() -> None:
+        store = LocalStore()
+        leader, other = Rank(0, store), Rank(1, store)
+        newest = Attempt.parse(NAMES[1])
+        assert newest is not None
+        leader.decisions.tell_closing(NAMES[0])
+        leader.decisions.tell_closed()
+        await asyncio.wait_for(other.decisions.closing(newest), 5)  # this rank has something that rank 0 has not
         other.decisions.close()
 
     on_virtual_time(play)

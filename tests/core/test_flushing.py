@@ -10,7 +10,7 @@ import pytest
 
 from stepwell.backoff import FIRST_S, JITTER, LAST_S, Backoff
 from stepwell.errors import CorruptData, StepwellError, StoreClosed, TierError, TierUnavailable
-from stepwell.flushing import COMMITS_MAX, TELL_AFTER, Flusher, Goal
+from stepwell.flushing import COMMITS_MAX, TELL_AFTER, Flusher, Goal, OutOfTurn
 from stepwell.format.names import Attempt
 from stepwell.tiers.host import Priority
 from stepwell.tiers.memory import MemoryTier
@@ -47,6 +47,7 @@ class Work:
             raise self.errors[step].pop(0)
         if self.committing(goal):
             goal.copied.set()
+            goal.aside.set()
             await self.release.wait()
 
     @property
@@ -127,6 +128,56 @@ def test_two_goals_of_one_checkpoint_are_not_on_their_way_together() -> None:
         work.release.set()
         await all_.wait()
         assert work.steps == [1, 2, 1]
+        await flusher.close()
+
+    on_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_goal_that_lets_others_of_its_checkpoint_pass_comes_after_them(drained: bool) -> None:
+    """Whatever their priorities and places: another rank has begun with them."""
+
+    async def scenario() -> None:
+        work = Work()
+        work.errors[1] = [OutOfTurn()]
+        flusher = flusher_of(work)
+        done: list[tuple[str, ...] | None] = []
+        flusher.on_done = lambda goal: done.append(goal.parts)
+        mine = flusher.want(attempt(1), priority=Priority.RESTORE)
+        await turns()
+        assert len(work.tries) == 1
+        other = flusher.want(attempt(1), ["a"])
+        if drained:
+            flusher.arrange([mine], held=[other])
+        await mine.wait()
+        assert done == [("a",), None]
+        assert mine.tries == other.tries == 0  # nothing has failed
+        await flusher.close()
+
+    on_virtual_time(scenario)
+
+
+def test_a_try_that_waits_for_other_ranks_holds_up_no_other_goal() -> None:
+    async def scenario() -> None:
+        work = Work()
+        flusher = flusher_of(work)
+        waiting, release = asyncio.Event(), asyncio.Event()
+        once = work.once
+
+        async def first_waits(goal: Goal) -> None:
+            if goal.attempt.step == 1:
+                goal.aside.set()
+                waiting.set()
+                await release.wait()
+            await once(goal)
+
+        flusher._flush_once = first_waits
+        first, second = flusher.want(attempt(1)), flusher.want(attempt(2))
+        await waiting.wait()
+        await second.wait()
+        assert not first.done.done()
+        release.set()
+        await first.wait()
         await flusher.close()
 
     on_virtual_time(scenario)

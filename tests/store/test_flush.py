@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -135,7 +136,9 @@ def test_a_partial_copy_grows_whole_although_it_cannot_make_way_at_once(tmp_path
 
 
 @pytest.mark.parametrize("after", ["reserve", "write", "commit"])
-def test_a_growth_that_is_taken_back_leaves_what_was_there(tmp_path: Path, after: str) -> None:
+def test_a_growth_that_is_taken_back_leaves_what_was_there(
+    tmp_path: Path, after: Literal["reserve", "write", "commit"]
+) -> None:
     (tmp_path / "near").mkdir()
     far = Faulty(FileTier(tmp_path, name="far"), [])
     with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far], policies=[]) as store:
