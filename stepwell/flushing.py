@@ -53,7 +53,7 @@ class Goal:
     place: int = 0  # a lower one goes first, before any priority: while the store is drained
     held: bool = False  # not to be begun
     lets_pass: bool = False  # the other flushes of the checkpoint go first, whatever their places
-    back: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # rank 0 has taken it back while it runs
+    back: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # it was taken back while it runs
     left_bytes: int | None = None  # of this rank's part, not there yet; None: no try has got so far
     moving: asyncio.Task[None] | None = field(default=None, repr=False)  # the try that copies bytes now
 
@@ -125,7 +125,7 @@ class Flusher:
         return True
 
     def take_back(self, attempt: Attempt, reason: str) -> None:
-        """As `cancel`, on a rank that has no say in it: what runs is broken off, too. What somebody waits for stays."""
+        """As `cancel`, but what runs is broken off, too: all ranks do that. What somebody waits for stays."""
         for goal in self.goals:
             if goal.attempt == attempt and goal.priority >= Priority.FLUSH:
                 if goal.running:

@@ -14,10 +14,15 @@ from contextlib import contextmanager
 import msgspec
 
 from stepwell.chain import Chain
-from stepwell.errors import StepwellError, TierError
+from stepwell.errors import NotPlanned, StepwellError, TierError
 from stepwell.flushing import Goal
 from stepwell.ownership import Ownership, group_of
 from stepwell.tiers.base import Tier
+
+#: between two looks at a tier's list, however many flushes are on their way there
+READ_S = 0.1
+
+_Place = tuple[str, str, tuple[str, ...] | None]  # tier, checkpoint, parts
 
 
 class _Turn(msgspec.Struct, frozen=True):
@@ -34,10 +39,9 @@ class FlushTurns:
         self._chain, self._owner = chain, owner
         self._next: dict[str, int] = {}  # tier -> the number of its list's next line
         self._at: dict[tuple[str, str], _Turn] = {}  # (tier, checkpoint) -> what the lowest rank is at
-        self._why: dict[tuple[str, str, tuple[str, ...] | None], str] = {}  # of the last of these
-        self._ended: Counter[tuple[str, str, tuple[str, ...] | None]] = (
-            Counter()
-        )  # tries of it: tier, checkpoint, parts
+        self._ended: Counter[_Place] = Counter()  # tries of each flush
+        self._why: dict[_Place, str] = {}  # what ended the last of them for good
+        self._read_at: dict[str, float] = {}  # tier -> when its list was read
 
     def leads(self, tier: Tier) -> bool:
         """Whether this rank commits what is flushed to the tier."""
@@ -51,7 +55,7 @@ class FlushTurns:
         try:
             yield
         except StepwellError as error:
-            why = "" if error.retry or isinstance(error, TierError) else str(error)
+            why = "" if error.retry or isinstance(error, TierError | NotPlanned) else str(error)
             raise
         finally:
             turn = _Turn(goal.attempt.folder, goal.parts, False, why)
@@ -60,6 +64,8 @@ class FlushTurns:
 
     def refuse(self, tier: Tier, goal: Goal, error: StepwellError) -> None:
         """On the others: this rank cannot do its part, and will not try again."""
+        self._read_at.pop(tier.info.name, None)
+        self._read(tier)  # which try that is
         self._owner.job.store.put(self._refusal(tier, goal), f"rank {self._owner.job.rank}: {error}".encode())
 
     def refused(self, tier: Tier, goal: Goal) -> str | None:
@@ -89,7 +95,10 @@ class FlushTurns:
         return now is not None and now.parts != goal.parts
 
     def _read(self, tier: Tier) -> None:
-        name, store = tier.info.name, self._owner.job.store
+        name, store, now = tier.info.name, self._owner.job.store, self._chain.clock.monotonic()
+        if now - self._read_at.get(name, -READ_S) < READ_S:
+            return
+        self._read_at[name] = now
         while (data := store.poll(self._key(tier))) is not None:
             turn = msgspec.json.decode(data, type=_Turn)
             self._next[name] = self._next.get(name, 0) + 1

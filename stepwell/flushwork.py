@@ -82,9 +82,7 @@ class FlushWork:
         why = self._turns.refused(tier, goal)
         return None if why is None else _cannot(why, goal, tier)
 
-    async def _unless(
-        self, tier: Tier, goal: Goal, ends: Callable[[Tier, Goal], Exception | None]
-    ) -> Manifest | None:  # fmt: skip
+    async def _unless(self, tier: Tier, goal: Goal, ends: Callable[[Tier, Goal], Exception | None]) -> Manifest | None:
         work = asyncio.ensure_future(self._once(tier, goal))
         told = asyncio.ensure_future(goal.back.wait())
         try:
@@ -129,6 +127,7 @@ class FlushWork:
         shards = [ShardKey(key, shard.file) for shard in record.shards if shard.file not in kept]
         await chain.mover.settled(shards)
         await self._owner.writership.require(tier, attempt.step)
+        self._given.pop((attempt, tier.info.name), None)
         if growing is not None:  # what was there before counts again
             await tier.drop([self._record(attempt, grown_file(rank)), *shards])
             await self._commit_again(attempt, tier, record)
