@@ -108,18 +108,19 @@ class Committer:
 
     async def publish(
         self, tier: Tier, attempt: Attempt, record: bytes, reserved: Sequence[Reservation], absent: Sequence[str] = (),
-        on_announced: Callable[[], object] = lambda: None,
+        turn: int | None = None, on_announced: Callable[[], object] = lambda: None,
     ) -> Manifest:  # fmt: skip
         """Makes this rank's shards and record durable, and returns when the manifest is there, too.
 
         The lowest rank on the tier publishes it, after every other rank there has announced its record.
-        on_announced: from then on the lowest rank may do that at any time. Raises RunBusy if another writer has taken
-        the run meanwhile.
+        turn: the number of the try, the same on all ranks, if the tier may get the checkpoint more than once: what they
+        told each other the last time means nothing then. on_announced: from then on the lowest rank may publish it at
+        any time. Raises RunBusy if another writer has taken the run meanwhile.
         """
         own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
         await self._put_record(tier, own, record, reserved, attempt.step)
         home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""
-        prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}/without-{'+'.join(sorted(absent))}"
+        prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}/{turn}/without-{'+'.join(sorted(absent))}"
         covered = self.covered(tier)
         store, leader = self.job.store, covered[0]
         if self.job.rank != leader:

@@ -46,14 +46,14 @@ class _Said(msgspec.Struct, frozen=True):
 class Decisions:
     """Of one store. Lives on the event loop."""
 
-    def __init__(self, chain: Chain, owner: Ownership, carry_out: Callable[[Flush | Cancel], object]) -> None:
-        """carry_out: does what rank 0 has decided."""
+    def __init__(self, chain: Chain, owner: Ownership, carry_out: Callable[[Flush | Cancel, str], object]) -> None:
+        """carry_out: does what rank 0 has decided, by a name that all ranks know the decision by."""
         self._chain, self._owner, self._carry_out = chain, owner, carry_out
         self.saving: Callable[[], Collection[str]] = tuple  # checkpoints of this rank's saves under way
         self.committed: Callable[[], Collection[str]] = tuple  # those of them that are where they go first
         self._said: set[str] = set()  # those of them of which rank 0 has said what follows
         self._calls = 0  # the last save that has ended
-        self._early: list[_Said] = []  # on checkpoints that this rank has no part of yet
+        self._early: list[tuple[str, _Said]] = []  # on checkpoints that this rank has no part of yet
         self._closing: Attempt | None = None  # up to it rank 0 has said what must get down
         self._closed = False
         self._next = 0  # the number of the next decision
@@ -63,12 +63,14 @@ class Decisions:
 
     # -- rank 0 ----------------------------------------------------------------------------
 
-    def tell(self, move: Flush | Cancel) -> None:
-        """This is done, or begun, by all ranks."""
+    def tell(self, move: Flush | Cancel) -> str:
+        """This is done, or begun, by all ranks; returns the name that they know the decision by."""
+        name = self._name()
         if isinstance(move, Flush):
             self._tell(_Said("flush", move.checkpoint, move.tier, move.reason, move.parts))
         else:
             self._tell(_Said("cancel", move.checkpoint, move.tier, move.reason))
+        return name
 
     def tell_saved(self, checkpoint: str) -> None:
         """All is decided that follows from this save."""
@@ -161,8 +163,9 @@ class Decisions:
                 if told is None:
                     await self._pause()
                     continue
+                name = self._name()
                 self._next += 1
-                self._hear(msgspec.json.decode(told, type=_Said))
+                self._hear(name, msgspec.json.decode(told, type=_Said))
         finally:
             self._tell_waiters()
 
@@ -172,7 +175,7 @@ class Decisions:
             async with asyncio.timeout(NEAR_S if self._waiting else FAR_S):
                 await self._ask.wait()
 
-    def _hear(self, said: _Said) -> None:
+    def _hear(self, name: str, said: _Said) -> None:
         if said.what == "saved":
             self._said.update({said.checkpoint}.intersection(self.saving()))
         elif said.what == "closing":
@@ -180,18 +183,18 @@ class Decisions:
         elif said.what == "closed":
             self._closed = True
         else:
-            self._early.append(said)
+            self._early.append((name, said))
             self._catch_up()
         self._tell_waiters()
 
     def _catch_up(self) -> None:
         """Carries out what it can: rank 0 may decide on a checkpoint that it has in memory, and this rank has not."""
-        waiting = {said.checkpoint for said in self._early if self._is_to_come(said.checkpoint)}
-        ready = [said for said in self._early if said.checkpoint not in waiting]
-        self._early = [said for said in self._early if said.checkpoint in waiting]
-        for said in ready:
+        waiting = {said.checkpoint for _, said in self._early if self._is_to_come(said.checkpoint)}
+        ready = [(name, said) for name, said in self._early if said.checkpoint not in waiting]
+        self._early = [(name, said) for name, said in self._early if said.checkpoint in waiting]
+        for name, said in ready:
             try:
-                self._carry_out(said.move)
+                self._carry_out(said.move, name)
             except Exception:  # the next ones may go
                 log.exception("could not do what rank 0 has decided: %s", said.move)
 
@@ -205,5 +208,8 @@ class Decisions:
         self._heard.set()
         self._heard = asyncio.Event()
 
+    def _name(self) -> str:
+        return f"decision-{self._next}"
+
     def _key(self) -> str:
-        return f"{group_of(self._chain, self._owner.job)}/decision-{self._next}"
+        return f"{group_of(self._chain, self._owner.job)}/{self._name()}"

@@ -54,6 +54,7 @@ class Goal:
     held: bool = False  # not to be begun
     lets_pass: bool = False  # the other flushes of the checkpoint go first, whatever their places
     back: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # it was taken back while it runs
+    asks: set[str] = field(default_factory=set)  # what has asked for it, by names that all ranks know
     left_bytes: int | None = None  # of this rank's part, not there yet; None: no try has got so far
     moving: asyncio.Task[None] | None = field(default=None, repr=False)  # the try that copies bytes now
 

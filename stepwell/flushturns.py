@@ -8,14 +8,16 @@ which one it is at, in a list in the job's store, and a rank that is at another 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
 
 from stepwell.chain import Chain
-from stepwell.errors import NotPlanned, StepwellError, TierError
-from stepwell.flushing import Goal
+from stepwell.errors import CheckpointGone, NotPlanned, StepwellError, TierError
+from stepwell.flushing import TELL_AFTER, Goal
+from stepwell.format.names import Attempt
+from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.tiers.base import Tier
 
@@ -30,6 +32,7 @@ class _Turn(msgspec.Struct, frozen=True):
     parts: tuple[str, ...] | None
     begins: bool
     why: str = ""  # what ended the try, if there will be no other one
+    over: list[str] = []  # the asks that are answered by that
 
 
 class FlushTurns:
@@ -38,29 +41,96 @@ class FlushTurns:
     def __init__(self, chain: Chain, owner: Ownership) -> None:
         self._chain, self._owner = chain, owner
         self._next: dict[str, int] = {}  # tier -> the number of its list's next line
-        self._at: dict[tuple[str, str], _Turn] = {}  # (tier, checkpoint) -> what the lowest rank is at
+        self._at: dict[tuple[str, str], tuple[int, _Turn]] = {}  # (tier, checkpoint) -> what the lowest rank is at
         self._ended: Counter[_Place] = Counter()  # tries of each flush
         self._why: dict[_Place, str] = {}  # what ended the last of them for good
         self._read_at: dict[str, float] = {}  # tier -> when its list was read
+        self._over: dict[tuple[str, str], str] = {}  # (tier, ask) that is answered -> what it failed with
+        self._asked: Counter[_Place] = Counter()  # flushes by hand
+
+    def leader(self, tier: Tier) -> int:
+        """The rank that commits what is flushed to the tier, and deletes there."""
+        return self._owner.committer.covered(tier)[0]
 
     def leads(self, tier: Tier) -> bool:
-        """Whether this rank commits what is flushed to the tier."""
-        return self._owner.committer.covered(tier)[0] == self._owner.job.rank
+        """Whether this rank does."""
+        return self.leader(tier) == self._owner.job.rank
+
+    # -- flushes by hand: all ranks ask for the same ones ----------------------------------
 
     @contextmanager
-    def taken(self, tier: Tier, goal: Goal) -> Iterator[None]:
-        """On the rank that leads: a try is made inside."""
-        self._tell(tier, _Turn(goal.attempt.folder, goal.parts, True))
-        why = ""
+    def answering(
+        self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None
+    ) -> Iterator[Callable[[Goal | None], object]]:
+        """On the rank that leads: tells the others whether there is something to do (a goal), or what was raised in
+        place of that."""
+        key = self._answer(tier, attempt, parts)
+
+        def answer(goal: Goal | None) -> None:
+            if goal is not None:
+                goal.asks.add(key)
+            self._put(key, b"there" if goal is None else b"comes")
+
+        try:
+            yield answer
+        except StepwellError as error:
+            self._put(key, f"not: {error}".encode())
+            raise
+
+    async def answered(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str | None:
+        """On the others: the name of that goal. Raises WaitTimeout; CheckpointGone if something was raised there."""
+        key, patience_s = self._answer(tier, attempt, parts), self._chain.settings.rank_timeout_seconds
+        what = f"the flush of step {attempt.step} to {tier.info.name} by rank {self.leader(tier)}"
+        answer = (await wait_for(self._owner.job.store, key, patience_s, what)).decode()
+        if answer.startswith("not: "):
+            raise cannot(answer[5:], attempt, tier)
+        return None if answer == "there" else key
+
+    def _answer(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str:
+        wanted = None if parts is None else tuple(sorted(parts))
+        self._asked[tier.info.name, attempt.folder, wanted] += 1
+        return (
+            f"{self._key_of(tier, attempt.folder, wanted)}/asked-{self._asked[tier.info.name, attempt.folder, wanted]}"
+        )
+
+    # -- tries -----------------------------------------------------------------------------
+
+    @contextmanager
+    def ending(self, tier: Tier, goal: Goal) -> Iterator[None]:
+        """On the rank that leads: a try is made inside, and its end is told."""
+        why, over = "", False
         try:
             yield
+            over = True
         except StepwellError as error:
-            why = "" if error.retry or isinstance(error, TierError | NotPlanned) else str(error)
+            again = isinstance(error, TierError) or (error.retry and goal.tries + 1 < TELL_AFTER)
+            over = not (again or isinstance(error, NotPlanned))
+            why = str(error) if over else ""
             raise
         finally:
-            turn = _Turn(goal.attempt.folder, goal.parts, False, why)
+            turn = _Turn(goal.attempt.folder, goal.parts, False, why, sorted(goal.asks) if over else [])
             self._tell(tier, turn)
             self._note(tier, turn)
+
+    def begin(self, tier: Tier, goal: Goal) -> int:
+        """On the rank that leads: a try begins, and nothing of what was there before is removed any more. Returns the
+        number that all ranks know the try by."""
+        return self._tell(tier, _Turn(goal.attempt.folder, goal.parts, True))
+
+    def begun(self, tier: Tier, goal: Goal) -> int | None:
+        """On the others: that number; None: the rank that leads is not at this flush."""
+        self._read(tier)
+        number, now = self._at.get((tier.info.name, goal.attempt.folder), (0, None))
+        return number if now is not None and now.parts == goal.parts else None
+
+    def over(self, tier: Tier, goal: Goal) -> str | None:
+        """On the others: if the rank that leads is at the end of all that has asked for this flush, what that failed
+        with, or "". Who was not needed for it need not find it there: it may have been deleted since."""
+        self._read(tier)
+        ends = [self._over.get((tier.info.name, ask)) for ask in sorted(goal.asks)]
+        if not ends or None in ends:
+            return None
+        return next((end for end in ends if end), "")
 
     def refuse(self, tier: Tier, goal: Goal, error: StepwellError) -> None:
         """On the others: this rank cannot do its part, and will not try again."""
@@ -74,10 +144,8 @@ class FlushTurns:
         return None if said is None else said.decode()
 
     def _refusal(self, tier: Tier, goal: Goal) -> str:
-        place = (tier.info.name, goal.attempt.folder, goal.parts)
-        group, parts = group_of(self._chain, self._owner.job), "+".join(goal.parts or ("all",))
-        leader = self._owner.committer.covered(tier)[0]
-        return f"{group}/turns/{tier.info.name}/{leader}/{goal.attempt.folder}/{parts}/refused-{self._ended[place]}"
+        ended = self._ended[tier.info.name, goal.attempt.folder, goal.parts]
+        return f"{self._key_of(tier, goal.attempt.folder, goal.parts)}/refused-{ended}"
 
     def ended(self, tier: Tier, goal: Goal) -> int:
         """On the others: how many tries of this flush the rank that leads has ended, well or not."""
@@ -91,7 +159,7 @@ class FlushTurns:
     def crosses(self, tier: Tier, goal: Goal) -> bool:
         """On the others: whether the rank that leads is at another flush of this checkpoint."""
         self._read(tier)
-        now = self._at.get((tier.info.name, goal.attempt.folder))
+        _, now = self._at.get((tier.info.name, goal.attempt.folder), (0, None))
         return now is not None and now.parts != goal.parts
 
     def _read(self, tier: Tier) -> None:
@@ -101,9 +169,10 @@ class FlushTurns:
         self._read_at[name] = now
         while (data := store.poll(self._key(tier))) is not None:
             turn = msgspec.json.decode(data, type=_Turn)
-            self._next[name] = self._next.get(name, 0) + 1
+            number = self._next.get(name, 0)
+            self._next[name] = number + 1
             if turn.begins:
-                self._at[name, turn.checkpoint] = turn
+                self._at[name, turn.checkpoint] = number, turn
             else:
                 self._at.pop((name, turn.checkpoint), None)
                 self._note(tier, turn)
@@ -112,13 +181,29 @@ class FlushTurns:
         place = (tier.info.name, turn.checkpoint, turn.parts)
         self._ended[place] += 1
         self._why[place] = turn.why
+        self._over |= {(tier.info.name, ask): turn.why for ask in turn.over}
 
-    def _tell(self, tier: Tier, turn: _Turn) -> None:
+    def _tell(self, tier: Tier, turn: _Turn) -> int:
+        number = self._next.get(tier.info.name, 0)
         if self._owner.job.world > 1:
-            self._owner.job.store.put(self._key(tier), msgspec.json.encode(turn))
-            self._next[tier.info.name] = self._next.get(tier.info.name, 0) + 1
+            self._put(self._key(tier), msgspec.json.encode(turn))
+            self._next[tier.info.name] = number + 1
+        return number
+
+    def _put(self, key: str, data: bytes) -> None:
+        if self._owner.job.world > 1:
+            self._owner.job.store.put(key, data)
 
     def _key(self, tier: Tier) -> str:
-        name = tier.info.name
-        leader = self._owner.committer.covered(tier)[0]
-        return f"{group_of(self._chain, self._owner.job)}/turns/{name}/{leader}/{self._next.get(name, 0)}"
+        return f"{self._list(tier)}/{self._next.get(tier.info.name, 0)}"
+
+    def _key_of(self, tier: Tier, checkpoint: str, parts: tuple[str, ...] | None) -> str:
+        return f"{self._list(tier)}/{checkpoint}/{'*' if parts is None else '+'.join(parts)}"
+
+    def _list(self, tier: Tier) -> str:
+        return f"{group_of(self._chain, self._owner.job)}/turns/{tier.info.name}/{self.leader(tier)}"
+
+
+def cannot(why: str, attempt: Attempt, tier: Tier) -> CheckpointGone:
+    """What is raised where another rank's reason ends a flush."""
+    return CheckpointGone(f"another rank cannot flush its part: {why}", step=attempt.step, tier=tier.info.name)

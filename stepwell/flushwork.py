@@ -17,13 +17,14 @@ from stepwell.errors import (
     StepwellError,
     TierError,
     TierFull,
+    WaitTimeout,
 )
-from stepwell.flushing import Goal, OutOfTurn
-from stepwell.flushturns import FlushTurns
-from stepwell.format.names import GROWING, MANIFEST, Attempt, grown_file, rank_file
-from stepwell.format.records import Growing, Manifest, RankRecord, decode, encode
-from stepwell.jobs import wait_for
-from stepwell.ownership import Ownership, group_of
+from stepwell.flushing import Flusher, Goal, OutOfTurn
+from stepwell.flushturns import READ_S, FlushTurns, cannot
+from stepwell.format.names import MANIFEST, Attempt, grown_file, rank_file
+from stepwell.format.records import Growing, Manifest, RankRecord, decode
+from stepwell.growth import Growth
+from stepwell.ownership import Ownership
 from stepwell.reader import read_record
 from stepwell.reading import Caller, Healing, Reading
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
@@ -42,7 +43,7 @@ class FlushWork:
         #: (checkpoint, tier) -> files that tries have announced to the rank that commits them: it may do so at any time
         self._given: dict[tuple[Attempt, str], set[str]] = {}
         self._turns = FlushTurns(chain, owner)
-        self._clearing: dict[tuple[Attempt, str], set[str]] = {}  # copies that were to make way -> the parts they had
+        self._growth = Growth(chain, owner)
         self._moving: dict[tuple[Attempt, str], Caller] = {}  # (checkpoint, tier) -> what the last try has begun
 
     async def has(self, attempt: Attempt, tier: Tier, parts: Sequence[str] | None) -> bool:
@@ -51,6 +52,27 @@ class FlushWork:
             return False
         absent = set((await self._chain.catalog.manifest(attempt, tier)).absent)
         return not (absent if parts is None else absent & set(parts))
+
+    async def asked(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None, flusher: Flusher) -> Goal | None:
+        """A flush by hand, for which every rank asks: its goal, before all others; None if it is there already. The
+        rank that leads says which, because it deletes on the tier, too. Raises WaitTimeout, CheckpointGone."""
+        turns, copy = self._turns, (attempt.folder, tier.info.name)
+        if not turns.leads(tier):
+            ask = await turns.answered(tier, attempt, parts)
+            if ask is None:
+                return None
+            goal = flusher.want(attempt, parts, Priority.RESTORE)
+            goal.asks.add(ask)
+            return goal
+        with turns.answering(tier, attempt, parts) as answer:
+            if await self.has(attempt, tier, parts):
+                answer(None)
+                return None
+            goal = flusher.want(attempt, parts, Priority.RESTORE)  # from now on it is promised
+            while copy in self._deleter.busy:
+                await self._chain.clock.sleep(BUSY_LOOK_S)
+            answer(goal)
+        return goal
 
     async def once(self, tier: Tier, goal: Goal) -> Manifest | None:
         """One try. What it has written stays for the next, unless the tier is full. None if it was there already.
@@ -62,7 +84,7 @@ class FlushWork:
     async def _with_others(self, tier: Tier, goal: Goal) -> Manifest | None:
         """A try, until another rank says that it is not to be done, cannot be, or that another one goes first."""
         if self._turns.leads(tier):
-            with self._turns.taken(tier, goal):
+            with self._turns.ending(tier, goal):
                 return await self._unless(tier, goal, self._refused)
         ended, looks = self._turns.ended(tier, goal), 0
 
@@ -74,13 +96,13 @@ class FlushWork:
             if looks < 2:
                 return None
             why = self._turns.why(tier, goal) if over else ""
-            return _cannot(why, goal, tier) if why else OutOfTurn()
+            return cannot(why, goal.attempt, tier) if why else OutOfTurn()
 
         return await self._unless(tier, goal, passes)
 
     def _refused(self, tier: Tier, goal: Goal) -> Exception | None:
         why = self._turns.refused(tier, goal)
-        return None if why is None else _cannot(why, goal, tier)
+        return None if why is None else cannot(why, goal.attempt, tier)
 
     async def _unless(self, tier: Tier, goal: Goal, ends: Callable[[Tier, Goal], Exception | None]) -> Manifest | None:
         work = asyncio.ensure_future(self._once(tier, goal))
@@ -164,18 +186,26 @@ class FlushWork:
         while place in self._deleter.busy or place in self.being_saved():
             await chain.clock.sleep(BUSY_LOOK_S)
         await self._deleter.spare(attempt, tier)  # of a lost run the next writer's files would be in our hands
+        turn = self._turns.begin(tier, goal) if self._turns.leads(tier) else None
         healing = Healing()
         record, data = await read_record(chain.catalog, attempt, self._owner.job.rank, healing)
         wanted = set(record.parts if goal.parts is None else goal.parts) & set(record.parts)
+        if turn is None and (self._turns.leader(tier) != 0 or await self._is_committed(attempt, tier, record)):
+            # it may still be removed: where rank 0 does that, it decides on no flush meanwhile
+            turn = await self._begun(tier, goal, record, wanted)
+            if turn is None:
+                return None
         if await self._is_committed(attempt, tier, record):
             there = set(record.parts) - set((await chain.catalog.manifest(attempt, tier)).absent)
             if wanted <= there:
                 await self.confirm(attempt, tier)
                 return None
+            if turn is None:  # it has just come
+                raise OutOfTurn
             wanted |= there
-            await self._make_way(goal, tier, record, there)
-        elif there := self._clearing.get((attempt, tier.info.name), set()):  # the last try got no further
-            await self._clear(attempt, tier, record, there)
+            await self._growth.make_way(goal, tier, record, there, turn)
+        elif there := self._growth.clearing.get((attempt, tier.info.name), set()):  # the last try got no further
+            await self._growth.clear(attempt, tier, record, there, turn)
         growing = await self._growing(attempt, tier, record, data)
         kept: set[str] = set()  # files that are there, durable
         if growing is not None:  # this try has made way for it, or an earlier one
@@ -214,10 +244,14 @@ class FlushWork:
             goal.aside.set()
             absent = sorted(set(record.parts) - wanted)
             if growing is not None:
-                await self._add(tier, attempt, absent, reserved)
+                await self._growth.add(tier, attempt, absent, reserved)
                 reserved = []
+            turn = await self._begun(tier, goal, record, wanted) if turn is None else turn
+            if turn is None:  # it was committed with what an earlier try had announced, or is gone again
+                self._keep(self._let_go(tier, attempt, reserved, keep_bytes=False))
+                return None
             manifest = await self._owner.committer.publish(
-                tier, attempt, data, reserved, absent=absent, on_announced=lambda: given.update(files)
+                tier, attempt, data, reserved, absent, turn, on_announced=lambda: given.update(files)
             )
         except BaseException as error:
             self._keep(self._let_go(tier, attempt, reserved, keep_bytes=_may_go_on(error)))
@@ -226,11 +260,34 @@ class FlushWork:
         self._given.pop(copy, None)
         chain.catalog.add(attempt, tier, {shard.file: shard.size for shard in shards}, manifest)
         if growing is not None:
-            await self._end_growth(attempt, tier)
+            await self._growth.end(attempt, tier)
         if chain.host is not None and tier in chain.storage and not absent:
             for shard in shards:  # memory need not keep it any more; of some parts it still has the whole alone
                 chain.host.arena.clean(ShardKey(key, shard.file))
         return manifest
+
+    async def _begun(self, tier: Tier, goal: Goal, record: RankRecord, wanted: set[str]) -> int | None:
+        """Returns the number of the try that the rank that leads is at, once it is at this flush; None if it has ended
+        it without this rank's part. Raises WaitTimeout; CheckpointGone if it has failed there for good."""
+        goal.aside.set()  # that rank may be at another checkpoint, and wait for this one there
+        attempt, patience_s = goal.attempt, self._chain.settings.rank_timeout_seconds
+        until = self._chain.clock.monotonic() + patience_s
+        while (turn := self._turns.begun(tier, goal)) is None:
+            failed, committed = self._turns.over(tier, goal), await self._is_committed(attempt, tier, record)
+            if failed:
+                raise cannot(failed, attempt, tier)
+            if failed is not None:
+                return None
+            if not goal.asks and committed:  # who leads need not be at it at all
+                manifest = await self._chain.catalog.manifest(attempt, tier)
+                if wanted.isdisjoint(manifest.absent):
+                    return None
+            if self._chain.clock.monotonic() > until:
+                what = f"rank {self._turns.leader(tier)}'s turn to flush it did not come within {patience_s:.0f} s"
+                todo = "Flush by hand on all ranks, and see whether that one is alive"
+                raise WaitTimeout(what, todo=todo, step=attempt.step, tier=tier.info.name)
+            await self._chain.clock.sleep(READ_S)
+        return turn
 
     def _is_known(self, attempt: Attempt, tier: Tier) -> bool:
         return any(h.tier is tier for h in self._chain.catalog.holdings.get(attempt, []))
@@ -241,8 +298,10 @@ class FlushWork:
         taken for what a broken try has left."""
         catalog, name = self._chain.catalog, tier.info.name
         if self._is_known(attempt, tier):
-            return True
-        if (attempt, name) in self._clearing:
+            if self._turns.leads(tier) or await tier.fetch(self._record(attempt, MANIFEST)) is not None:
+                return True
+            catalog.remove(attempt, tier)  # the rank that leads has deleted it
+        if (attempt, name) in self._growth.clearing:
             return False  # what is there was to make way
         data = await tier.fetch(self._record(attempt, MANIFEST))
         if data is None or any((d.attempt, d.tier, d.late) == (attempt, name, True) for d in catalog.debris):
@@ -260,18 +319,11 @@ class FlushWork:
         return RecordKey(self._chain.run, f"{attempt.folder}/{name}")
 
     async def _growing(self, attempt: Attempt, tier: Tier, record: RankRecord, data: bytes) -> Growing | None:
-        """What is said of a copy that has made way to one of more parts, while neither is committed. It has this rank's
-        record (data: its bytes) and the shards that it had before."""
-        told = await tier.fetch(self._record(attempt, GROWING))
-        if told is None:
+        """What a copy had that has made way, if this rank's record (data: its bytes) and shards of that are there."""
+        growing = await self._growth.told(attempt, tier)
+        if growing is None:
             return None
         key = CheckpointKey(self._chain.run, attempt.folder)
-        try:
-            growing = decode(told, Growing, step=attempt.step, tier=tier.info.name)
-        except StepwellError:  # then nothing is known of what is there, and all is copied anew
-            await self._owner.writership.require(tier, attempt.step)
-            await tier.drop([self._record(attempt, rank_file(self._owner.job.rank))])
-            return None
         files = record.files_of(set(record.parts).difference(growing.absent))
         whole = await self._is_whole(tier, attempt, data, [ShardKey(key, file) for file in sorted(files)])
         return growing if whole else None
@@ -306,77 +358,6 @@ class FlushWork:
             self._deleter.hurry(tier)  # the next try finds what that has freed
             raise
 
-    async def _make_way(self, goal: Goal, tier: Tier, record: RankRecord, there: set[str]) -> None:
-        """Ends the commit of a copy of some parts (there), so that more can come: a manifest is never replaced.
-
-        Raises CorruptData, before anything is removed, if what it has is not good elsewhere; with several ranks each
-        looks at its own shards, and the lowest removes.
-        """
-        catalog, job, attempt = self._chain.catalog, self._owner.job, goal.attempt
-        manifests = await catalog.manifests(attempt)
-        if not any(not m.absent and job.rank in m.covers for other, m in manifests if other is not tier):
-            raise CheckpointNotFound(
-                "only some parts of the checkpoint are there, and no other tier has all of them",
-                todo="Delete the partial copy there, then flush again", step=attempt.step, tier=tier.info.name,
-            )  # fmt: skip
-        sources = [h.tier for h in catalog.holdings.get(attempt, []) if h.tier is not tier]
-        files = record.files_of(there)
-        for shard in (shard for shard in record.shards if shard.file in files):
-            key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
-            await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
-        covered = self._owner.committer.covered(tier)
-        prefix, patience_s = self._way(attempt, tier, record, there), self._chain.settings.rank_timeout_seconds
-        if len(covered) > 1:
-            goal.aside.set()  # another rank may be at another checkpoint, and wait for this one there
-        if job.rank == covered[0]:
-            for rank in covered[1:]:
-                await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
-            await self._clear(attempt, tier, record, there)
-        else:
-            job.store.put(f"{prefix}/{job.rank}", b"1")
-            what = f"the removal of the partial copy of step {attempt.step} by rank {covered[0]}"
-            await wait_for(job.store, f"{prefix}/made", patience_s, what)
-            catalog.remove(attempt, tier)
-
-    async def _clear(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str]) -> None:
-        """Removes the manifest of a copy. Its shards stay, to go on from, and the records, from which the next writer
-        commits it again if this one gets no further: the marker GROWING, which means nothing beside a manifest, says
-        what it had. It also tells other processes that the checkpoint is worth waiting for."""
-        job = self._owner.job
-        growing = Growing(absent=sorted(set(record.parts) - there), made=self._chain.clock.wall())
-        await self._owner.writership.require(tier, attempt.step)
-        if (attempt, tier.info.name) not in self._clearing:  # else the manifest may be gone, and the marker must stay
-            await self._drop_markers(attempt, tier, self._owner.committer.covered(tier))  # of an earlier growth
-        await tier.commit(self._record(attempt, GROWING), encode(growing))
-        await self._owner.writership.require(tier, attempt.step)
-        self._clearing[attempt, tier.info.name] = there
-        self._chain.catalog.remove(attempt, tier)
-        await tier.drop([self._record(attempt, MANIFEST)])
-        del self._clearing[attempt, tier.info.name]
-        job.store.put(f"{self._way(attempt, tier, record, there)}/made", b"1")
-
-    def _way(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str]) -> str:
-        absent = "+".join(sorted(set(record.parts) - there))
-        return f"{group_of(self._chain, self._owner.job)}/{attempt.folder}/{tier.info.name}/way-from-all-but-{absent}"
-
-    async def _add(self, tier: Tier, attempt: Attempt, absent: list[str], added: Sequence[Reservation]) -> None:
-        """Makes what this rank adds to a copy durable. Its record is there already, and must not go for that."""
-        place = self._record(attempt, grown_file(self._owner.job.rank))
-        await self._owner.writership.require(tier, attempt.step)
-        await tier.drop([place])  # of a try that got as far, or of an earlier growth
-        if not await tier.commit(place, encode(Growing(absent=absent, made=self._chain.clock.wall())), shards=added):
-            raise CorruptData("another process writes this attempt", path=str(place), tier=tier.info.name)
-
-    async def _end_growth(self, attempt: Attempt, tier: Tier) -> None:
-        """Its markers mean nothing any more, and may stay if they must."""
-        rank, covered = self._owner.job.rank, self._owner.committer.covered(tier)
-        with contextlib.suppress(TierError):
-            if rank == covered[0]:
-                await self._drop_markers(attempt, tier, covered)
-
-    async def _drop_markers(self, attempt: Attempt, tier: Tier, ranks: Sequence[int]) -> None:
-        await tier.drop([self._record(attempt, name) for name in (GROWING, *map(grown_file, ranks))])
-
     async def _is_whole(self, tier: Tier, attempt: Attempt, data: bytes, shards: Sequence[ShardKey]) -> bool:
         """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
         because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
@@ -407,10 +388,6 @@ class FlushWork:
             await self._owner.writership.require(tier, attempt.step)
             for reservation in reserved:
                 await tier.abort(reservation)
-
-
-def _cannot(why: str, goal: Goal, tier: Tier) -> CheckpointGone:
-    return CheckpointGone(f"another rank cannot flush its part: {why}", step=goal.attempt.step, tier=tier.info.name)
 
 
 def _may_go_on(error: BaseException) -> bool:

@@ -60,7 +60,7 @@ class Steering:
         self.views = Views(chain.catalog, chain.tiers, chain.clock, flushers)
         self.may_drop: Callable[[str], bool] = lambda tier: True  # whether this rank deletes on that tier
         self.decides = True  # whether this rank says what is flushed, and what is not after all; else `told` does
-        self.wanted: Callable[[Flush], object] = lambda move: None
+        self.wanted: Callable[[Flush], str] = lambda move: ""  # tells the other ranks; the decision's name
         self.cancelled: Callable[[Cancel], object] = lambda move: None
         self.in_step: Callable[[], Awaitable[None]] = _at_once  # waits for what is decided elsewhere
         self.leaving = self.views.leaving
@@ -169,21 +169,22 @@ class Steering:
         self._keep(self._drop(move, attempt, self._chain.named(move.tier)))
         return True, None
 
-    def _want(self, move: Flush, attempt: Attempt) -> Goal:
+    def _want(self, move: Flush, attempt: Attempt, name: str | None = None) -> Goal:
+        """name: what other ranks know the decision by; None: it is this one's."""
         flusher = self.flushers[move.tier]
         known = len(flusher.goals)
         goal = flusher.want(attempt, move.parts)
+        goal.asks.add(self.wanted(move) if name is None else name)
         if len(flusher.goals) > known:
             what = "" if move.parts is None else f" ({', '.join(move.parts)})"
             self._events.add("planned", attempt, move.tier, move.reason + what)
-        self.wanted(move)
         return goal
 
-    def told(self, move: Flush | Cancel) -> None:
-        """Carries out what another rank has decided."""
+    def told(self, move: Flush | Cancel, name: str) -> None:
+        """Carries out what another rank has decided, by the name of that."""
         attempt = Attempt.parse(move.checkpoint)
         if attempt is not None and isinstance(move, Flush):
-            self._want(move, attempt)
+            self._want(move, attempt, name)
         elif attempt is not None:
             self.flushers[move.tier].take_back(attempt, move.reason)
 

@@ -240,8 +240,9 @@ class RunWriter:
         """
         await self.owner.take(job)
         await self._after_takeover()
-        if not await self.work.has(attempt, tier, parts):
-            await self.flushers[tier.info.name].want(attempt, parts, Priority.RESTORE).wait()
+        goal = await self.work.asked(tier, attempt, parts, self.flushers[tier.info.name])
+        if goal is not None:
+            await goal.wait()
         if self._newest is not None and self._newest[0].held and self._newest[1] == attempt:
             await self.ties.follow(*self._newest)
 

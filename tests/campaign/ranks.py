@@ -186,7 +186,8 @@ class Rank:
             elif action == "drain":
                 store.drain(20.0)
             elif action == "keep" and self.rank == 0 and self._settle(saves[-1:]):
-                store.keep(saves[-1].step)
+                with contextlib.suppress(StepwellError):  # a fault of ours
+                    store.keep(saves[-1].step)
             elif action == "restore" and self._settle(saves[-1:]):
                 self._restore(store)
         self._settle(saves)
@@ -194,13 +195,14 @@ class Rank:
         self.last_made = not saves[-1].failed
 
     def _settle(self, saves: Sequence[stepwell.Save]) -> bool:
-        """Whether all of them are where they go first."""
+        """Whether all of them are where they go first; each has come to its end then."""
+        there = bool(saves)
         for save in saves:
             try:
                 save.wait("host" if self.plan.alone is not None else "near", timeout=PATIENCE_S + 10)
             except (SaveFailed, stepwell.NotPlanned):
-                return False
-        return bool(saves)
+                there = False
+        return there
 
     def _restore(self, store: CheckpointStore) -> None:
         found = store.restore(target := self.state(-1))

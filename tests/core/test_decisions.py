@@ -31,6 +31,7 @@ class Rank:
         chain.catalog = self
         writership = SimpleNamespace(epoch=1)
         owner: Any = SimpleNamespace(taken=True, job=Job(rank, world, store, None, 0), writership=writership)
+        self.names: set[str] = set()
         self.moves: list[Flush | Cancel] = []
         self.saving: set[str] = set()
         self.committed: set[str] = set()
@@ -42,7 +43,9 @@ class Rank:
     def holdings(self) -> set[Attempt]:
         return {attempt for name in self.committed if (attempt := Attempt.parse(name)) is not None}
 
-    def carry_out(self, move: Flush | Cancel) -> None:
+    def carry_out(self, move: Flush | Cancel, name: str) -> None:
+        assert name not in self.names, "each decision has a name of its own"
+        self.names.add(name)
         assert move.checkpoint not in self.saving - self.committed
         self.moves.append(move)
 

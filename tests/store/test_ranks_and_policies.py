@@ -122,6 +122,58 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+#: what was deleted from far comes there again by hand, twice; the ranks ask for it at different times
+AGAIN = """
+import json, time
+from pathlib import Path
+from stepwell.policies.base import Committed, Drop
+from stepwell.policies.flush import FlushRule
+from stepwell.policies.evict import LRU
+from stepwell.settings import Settings, TierOptions
+from stepwell.store import CheckpointStore
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
+root, parts, grace_s, late = sys.argv[1], sys.argv[2].split("+"), float(sys.argv[3]), int(sys.argv[4])
+class DropFirst:
+    tier = "far"
+    def decide(self, event, view):
+        if isinstance(event, Committed) and event.tier == "near" and event.checkpoint[:14] != "step-000000001":
+            return [Drop(c.name, "far", "a test wants it") for c in view.checkpoints if c.step == 1]
+        return []
+tiers = [HostTier(LRU(), 48 << 20), FileTier(f"{root}/near", name="near")]
+tiers += [FileTier(f"{root}/far", name="far", scope="shared")]
+def state(value):
+    full = torch.full((400_000,), float(value * 10 + rank))
+    return {name: {f"rank{rank}.{name}": full.clone()} for name in ("model", "more")}
+def there():
+    return [c.step for c in store.checkpoints(tier="far") if c.step == 1]
+policies = [FlushRule("far", parts=None if parts == ["all"] else parts), DropFirst()]
+settings, options = Settings(rank_timeout_seconds=30.0), {"far": TierOptions(delete_grace_s=grace_s)}
+with CheckpointStore("run", tiers, "w", settings, policies, options=options) as store:
+    store.save(1, state(1)).wait("near")
+    for step in (2, 3):
+        while not there():
+            time.sleep(0.01)
+        dist.barrier()
+        save = store.save(step, state(step)).wait("near")
+        if rank == 0:
+            while there():
+                time.sleep(0.01)
+        dist.barrier()
+        if rank == late:
+            time.sleep(1.5)
+        store.flush(1, "far")
+        [manifest] = Path(root, "far", "run").glob("step-000000001.*/manifest.json")
+        assert not json.loads(manifest.read_text()).get("absent"), manifest.read_text()
+        dist.barrier()
+with stepwell.open(run="run", tiers=[FileTier(f"{root}/far", name="far", read_only=True)], mode="r") as store:
+    target = state(0)
+    store.restore(target, step=1)
+    assert all(torch.equal(target[name][f"rank{rank}.{name}"], state(1)[name][f"rank{rank}.{name}"]) for name in target)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 
 def check(code: str, root: Path, *arguments: object) -> list[str]:
     """Two ranks do that; none may fail. Returns what they have said on stderr."""
@@ -168,3 +220,12 @@ def test_a_rule_that_breaks_on_one_rank_holds_up_no_other(tmp_path: Path) -> Non
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_that_close_at_different_times_get_the_newest_down(tmp_path: Path, late: int) -> None:
     check(APART, tmp_path, late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(("parts", "grace_s"), [("all", 0.0), ("model", 0.0), ("model", 60.0)])
+def test_what_was_deleted_comes_again_by_hand(tmp_path: Path, parts: str, grace_s: float, late: int) -> None:
+    """The rank that deletes on a shared tier knows that it did; the other one must not wait for what is not to come,
+    nor take what was said of the first copy for the word on the second."""
+    check(AGAIN, tmp_path, parts, grace_s, late)
