@@ -7,20 +7,26 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from stepwell.chain import Chain, reserve
 from stepwell.errors import SaveSkipped, TierFull
+from stepwell.format.names import Attempt
 from stepwell.hosting import has_room, no_memory, not_hosted, said_of, try_reserve
 from stepwell.hostmem import host_budget_bytes, local_ranks
+from stepwell.jobs import Job
+from stepwell.ownership import Ownership, group_of
 from stepwell.saving import Order, Save
 from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.host import HostTier
 
+#: the first and the longest pause between two looks whether other ranks have room for an older save
+ORDER_FIRST_S, ORDER_LAST_S = 0.002, 0.1
+
 
 class SaveRoom:
     """Finds room for the saves of one run. Lives on the event loop."""
 
-    def __init__(self, chain: Chain, under_way: Sequence[Save]) -> None:
+    def __init__(self, chain: Chain, owner: Ownership, under_way: Sequence[Save]) -> None:
         """under_way: the saves that are not on the first storage tier yet, oldest first."""
-        self._chain, self._under_way = chain, under_way
+        self._chain, self._owner, self._under_way = chain, owner, under_way
         #: waits until room was freed on a tier, at most so long; False if there is nothing to wait for
         self.make_room: Callable[[Tier, float], Awaitable[bool]]
         self.may_free: Callable[[Tier], Awaitable[bool]]
@@ -47,8 +53,37 @@ class SaveRoom:
     async def on_storage(self, save: Save, order: Order, sizes: Sequence[tuple[ShardKey, int]]) -> list[Reservation]:
         """Room on the first storage tier. While deletes or flushes will make some, save() blocks, or does what
         `on_pressure` says."""
-        chain = self._chain
+        chain, job = self._chain, order.job
         until = order.began + chain.settings.block_timeout
+        if job.world == 1 or chain.first.info.scope != "node":
+            return await self._on_storage(order, sizes, until)
+        await self._in_order(save, job, until)
+        reserved = await self._on_storage(order, sizes, until)
+        job.store.put(_has_room(chain, job, order.call, job.rank), b"1")
+        return reserved
+
+    async def _in_order(self, save: Save, job: Job, until: float) -> None:
+        """Returns once all ranks of this node have room for the older saves: what this one takes might be what another
+        rank needs for an older one, and neither would get anywhere."""
+        ranks, pause = self._owner.committer.covered(self._chain.first), ORDER_FIRST_S
+        older = list(self._under_way[: self._under_way.index(save)])
+        while older and self._chain.clock.monotonic() < until:
+            older = [each for each in older if each in self._under_way and not self._is_placed(each, job, ranks)]
+            if older:
+                await self._chain.clock.sleep(pause)
+                pause = min(2 * pause, ORDER_LAST_S)
+
+    def _is_placed(self, save: Save, job: Job, ranks: Sequence[int]) -> bool:
+        """Whether nobody here needs more room for a save: all have it, it stays in memory, or is given up."""
+        if save.held is None or save.checkpoint is None:
+            return False
+        attempt = Attempt.parse(save.checkpoint)
+        if save.held or attempt is None or job.store.poll(given_up(self._chain, job, attempt.call)) is not None:
+            return True
+        return all(job.store.poll(_has_room(self._chain, job, attempt.call, rank)) is not None for rank in ranks)
+
+    async def _on_storage(self, order: Order, sizes: Sequence[tuple[ShardKey, int]], until: float) -> list[Reservation]:
+        chain = self._chain
         while True:
             freed = self.times_freed()
             try:
@@ -109,6 +144,15 @@ class SaveRoom:
                 await asyncio.shield(committed)
             elif not await self.let_older_go():
                 raise no_memory(order.step, said_of(host, jobs) if granted is None else granted.detail)
+
+
+def given_up(chain: Chain, job: Job, call: int) -> str:
+    """Where ranks say in the job's store that a save is given up."""
+    return f"{group_of(chain, job)}/call-{call}/given-up"
+
+
+def _has_room(chain: Chain, job: Job, call: int, rank: int) -> str:
+    return f"{group_of(chain, job)}/call-{call}/room-{rank}"
 
 
 async def _never() -> bool:

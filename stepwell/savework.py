@@ -18,7 +18,7 @@ from stepwell.jobs import Job, wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.packing import Packing, pack
 from stepwell.reading import Crcs, Healing, Reading
-from stepwell.saveroom import SaveRoom
+from stepwell.saveroom import SaveRoom, given_up
 from stepwell.saving import Order, Save, Turns
 from stepwell.shardjob import ShardJob
 from stepwell.state import Snapshot
@@ -53,7 +53,7 @@ class Saver:
         self.failing = False  # until a save gets there again
         self._lost_rewind: tuple[int, int] | None = None  # of a save that failed before its draft: (line, step)
         self.under_way: list[Save] = []  # those that are not on the first tier yet
-        self.room = SaveRoom(chain, self.under_way)
+        self.room = SaveRoom(chain, owner, self.under_way)
         self.holding: set[Save] = set()  # those that have room there, until it is decided what follows from them
 
     def _decided(self) -> list[Save]:
@@ -92,7 +92,7 @@ class Saver:
         mine: asyncio.Future[None],
     ) -> Attempt:
         """As one with the other ranks: if one of them gives up, all do, and each frees what it took."""
-        key = self._given_up(order.call, order.job)
+        key = given_up(self._chain, order.job, order.call)
         store = order.job.store
         work = asyncio.ensure_future(self._carry_out(save, order, drafted, committed, mine))
         try:
@@ -109,12 +109,9 @@ class Saver:
                 store.put(key, f"rank {order.job.rank}: {error or type(error).__name__}".encode())
             raise
 
-    def _given_up(self, call: int, job: Job) -> str:
-        return f"{group_of(self._chain, job)}/call-{call}/given-up"
-
     def give_up(self, call: int, job: Job, why: BaseException) -> None:
         """Tells the other ranks that this one takes no part in a save."""
-        job.store.put(self._given_up(call, job), f"rank {job.rank}: {why or type(why).__name__}".encode())
+        job.store.put(given_up(self._chain, job, call), f"rank {job.rank}: {why or type(why).__name__}".encode())
 
     async def _carry_out(
         self,

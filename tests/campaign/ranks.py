@@ -76,8 +76,7 @@ class Plan:
         keeps = {tier: rng.randint(1, 3) for tier in ("near", "far") if rng.random() < 0.6}
         weights = {"save": 8, "save and wait": 4, "flush": 2, "drain": 1, "keep": 1, "restore": 1}
         actions = ["save"] + rng.choices(list(weights), list(weights.values()), k=2 * STEPS)
-        # ranks may be at two saves at once, and what is kept by hand takes room, too
-        needed = keeps.get("near", 0) + actions.count("keep") + 2
+        needed = keeps.get("near", 0) + actions.count("keep")  # and one save under way
         room = needed + rng.randint(1, 3) if "near" in keeps and rng.random() < 0.5 else None
         return cls(
             rules, rng.choice([None, None, 3]), keeps,

@@ -175,6 +175,29 @@ dist.destroy_process_group()
 """
 
 
+#: a disk that all ranks of a node share has room for the newest checkpoint and one more; saves wait for room
+TIGHT = """
+import random, time
+from stepwell.policies.flush import FlushRule
+from stepwell.policies.retain import Retain
+from stepwell.tiers.file import FileTier
+root, seed = sys.argv[1], int(sys.argv[2])
+size, rng = 400_000, random.Random(seed * 10 + rank)
+near = FileTier(f"{root}/near", name="near", capacity_bytes=world * 9 * size, siblings=True)
+tiers = [near, FileTier(f"{root}/far", name="far", scope="shared")]
+policies = [FlushRule("far"), Retain("near", last=1), Retain("far", last=1)]
+with stepwell.open(run="run", tiers=tiers, policies=policies, host="256MiB", block_timeout=20) as store:
+    saves = []
+    for step in range(1, 13):
+        time.sleep(rng.random() * 0.1)
+        saves.append(store.save(step, {"model": {f"rank{rank}.w": torch.full((size,), float(step))}}))
+    for save in saves:
+        save.wait("near", timeout=60)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 def check(code: str, root: Path, *arguments: object) -> list[str]:
     """Two ranks do that; none may fail. Returns what they have said on stderr."""
     for place in ("near", "far"):
@@ -229,3 +252,10 @@ def test_what_was_deleted_comes_again_by_hand(tmp_path: Path, parts: str, grace_
     """The rank that deletes on a shared tier knows that it did; the other one must not wait for what is not to come,
     nor take what was said of the first copy for the word on the second."""
     check(AGAIN, tmp_path, parts, grace_s, late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_rank_takes_room_that_another_one_needs_for_an_older_save(tmp_path: Path, seed: int) -> None:
+    check(TIGHT, tmp_path, seed)
+    assert list((tmp_path / "near" / "run").glob("step-000000012.*/manifest.json"))
