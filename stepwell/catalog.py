@@ -25,7 +25,7 @@ log = logging.getLogger("stepwell")
 
 #: how long the listing of a tier may keep that of the next one below waiting
 SOON_S = 0.5
-#: how long a restore waits for a copy that is being made whole, and how often it looks; its writer may be dead
+#: how long a restore or load waits for a copy that is being made whole, and how often it looks; its writer may be dead
 GROW_S, GROW_LOOK_S = 60.0, 0.5
 
 
@@ -117,7 +117,7 @@ class Catalog:
             self.rewinds = timeline.merged(newest.rewinds if newest is not None else [], self.rewound)
 
     async def refresh_patiently(self, step: int | None = None) -> None:
-        """As `refresh`, for a restore of `step`, or of the newest. If that has just made way to a copy of more parts,
+        """As `refresh`, to read `step`, or the newest. If that has just made way to a copy of more parts,
         and is committed nowhere else, looks for it again, for a while."""
         await self.refresh()
         clock = asyncio.get_running_loop().time

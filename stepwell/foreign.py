@@ -25,10 +25,14 @@ _HEADER_GUESS_BYTES = 1 << 20
 
 
 async def chosen_attempt(catalog: Catalog, select: str, where: str, place: refs.Place | None = None) -> Attempt:
-    """The attempt that a reference means, from a fresh scan. Raises CheckpointNotFound, TierUnavailable."""
+    """The attempt that a reference means, from a fresh scan. A step, or the newest, that is just being made whole is
+    waited for. Raises CheckpointNotFound, TierUnavailable."""
     if place is not None and place.kind == "step":
         return await _step_folder(catalog, catalog.tiers[0], place.folder)
-    await catalog.refresh()
+    if select.isdecimal() or select == "latest":
+        await catalog.refresh_patiently(int(select) if select.isdecimal() else None)
+    else:
+        await catalog.refresh()
     catalog.require_all_tiers("the run cannot be listed")
     if select.isdecimal():
         return catalog.at_step(int(select))[0]

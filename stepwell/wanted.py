@@ -168,7 +168,7 @@ async def _foreign(place: refs.Place, attempt: Attempt | None, choice: Choice) -
         if attempt is None or place.kind == "step":
             attempt = await chosen_attempt(catalog, place.select, str(place.folder), place)
         else:
-            await catalog.refresh()
+            await catalog.refresh_patiently(attempt.step)
         yield await stack.enter_async_context(_own(catalog, attempt, 0, 1, choice))
 
 

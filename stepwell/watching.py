@@ -96,7 +96,7 @@ class _News:
             try:
                 found = await describe(self._catalog, attempt)
             except CheckpointNotFound:
-                self._seen.add(attempt)  # deleted: it never comes back
+                pass  # deleted, or just being made whole: then a later look finds it again
             except StepwellError as error:  # the next look finds it again
                 log.warning("%s", error)
             else:

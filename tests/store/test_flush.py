@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +16,7 @@ import torch
 
 import stepwell
 from stepwell.errors import NoGoodCheckpoint, SaveFailed, TierError, TierFull, TierUnavailable
+from stepwell.runtime import Runtime
 from stepwell.tiers.base import CheckpointKey, RecordKey, ShardKey, Tier
 from stepwell.tiers.file import FileTier
 from stepwell.tiers.memory import MemoryTier
@@ -155,6 +158,47 @@ def test_a_growth_that_is_taken_back_leaves_what_was_there(
         assert found.tiers == ("near", "far") and found.complete_on == ("near",)
         assert not list(tmp_path.glob("run/step-*/optimizer*"))
     assert torch.equal(stepwell.load(tmp_path / "run", part="model")["w"], state()["model"]["w"])
+
+
+@pytest.mark.parametrize("select", ["", "@1", "@latest"])
+def test_who_loads_what_is_just_being_made_whole_waits_for_it(tmp_path: Path, select: str) -> None:
+    (tmp_path / "near").mkdir()
+    far = Faulty(FileTier(tmp_path, name="far"), [])
+    with stepwell.open(run="run", tiers=[FileTier(tmp_path / "near", name="near"), far], policies=[]) as store:
+        store.save(1, state()).wait("near")
+        store.flush(1, "far", parts=["model"])
+        far.plan = [Fault("write", 1, "stall", times=ALWAYS)]
+        with ThreadPoolExecutor(3) as threads:
+            flushing = threads.submit(store.flush, 1, "far")
+            try:
+                eventually(lambda: bool(far.hit))
+                assert not list(tmp_path.glob("run/step-*/manifest.json"))
+                loading = threads.submit(stepwell.load, f"{tmp_path}/run{select}", part="model")
+                time.sleep(0.3)
+                assert not loading.done()
+            finally:
+                Runtime.get().loop.call_soon_threadsafe(far.release)
+            flushing.result(30)
+            assert torch.equal(loading.result(30)["w"], state()["model"]["w"])
+
+
+class Blinking(FileTier):
+    """Does not find the manifest that it has listed, once."""
+
+    left = 1
+
+    async def fetch(self, record: RecordKey) -> bytes | None:
+        if record.name.endswith("/manifest.json") and self.left:
+            self.left -= 1
+            return None
+        return await super().fetch(record)
+
+
+def test_a_watch_tells_of_what_was_just_being_made_whole(tmp_path: Path) -> None:
+    with stepwell.open(tmp_path / "run") as store:
+        store.save(1, state()).wait()
+    with stepwell.open(run="run", tiers=[Blinking(tmp_path, name="disk", read_only=True)], mode="r") as store:
+        assert [c.step for c in store.watch(poll="20ms", timeout="500ms")] == [1]
 
 
 #: the only whole copy is in the memory of a process that ends while it makes a partial one on disk whole
