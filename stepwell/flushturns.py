@@ -61,24 +61,19 @@ class FlushTurns:
     @contextmanager
     def answering(
         self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None
-    ) -> Iterator[Callable[[Goal | None], object]]:
-        """On the rank that leads: tells the others whether there is something to do (a goal), or what was raised in
-        place of that."""
+    ) -> Iterator[tuple[str, Callable[[bool], object]]]:
+        """On the rank that leads: yields the name of what is asked, and what tells the others whether all is there
+        already. If something is raised in its place they hear that."""
         key = self._answer(tier, attempt, parts)
-
-        def answer(goal: Goal | None) -> None:
-            if goal is not None:
-                goal.asks.add(key)
-            self._put(key, b"there" if goal is None else b"comes")
-
         try:
-            yield answer
+            yield key, lambda there: self._put(key, b"there" if there else b"comes")
         except StepwellError as error:
             self._put(key, f"not: {error}".encode())
             raise
 
     async def answered(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str | None:
-        """On the others: the name of that goal. Raises WaitTimeout; CheckpointGone if something was raised there."""
+        """On the others: the name of what is asked; None: all is there already. Raises WaitTimeout; CheckpointGone if
+        something was raised there."""
         key, patience_s = self._answer(tier, attempt, parts), self._chain.settings.rank_timeout_seconds
         what = f"the flush of step {attempt.step} to {tier.info.name} by rank {self.leader(tier)}"
         answer = (await wait_for(self._owner.job.store, key, patience_s, what)).decode()

@@ -64,14 +64,15 @@ class FlushWork:
             goal = flusher.want(attempt, parts, Priority.RESTORE)
             goal.asks.add(ask)
             return goal
-        with turns.answering(tier, attempt, parts) as answer:
+        with turns.answering(tier, attempt, parts) as (ask, answer):
             if await self.has(attempt, tier, parts):
-                answer(None)
+                answer(True)
                 return None
             goal = flusher.want(attempt, parts, Priority.RESTORE)  # from now on it is promised
+            goal.asks.add(ask)
             while copy in self._deleter.busy:
                 await self._chain.clock.sleep(BUSY_LOOK_S)
-            answer(goal)
+            answer(False)
         return goal
 
     async def once(self, tier: Tier, goal: Goal) -> Manifest | None:
