@@ -30,7 +30,8 @@ def running(code: str, *arguments: object, world: int = 2) -> Iterator[list[subp
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-W", "ignore", "-c", _JOIN + code, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(world), str(store.port)], env=environment, text=True,
