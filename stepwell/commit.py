@@ -10,10 +10,10 @@ import msgspec
 from stepwell import native
 from stepwell.catalog import Catalog, Holding
 from stepwell.epochs import Writership, describe_self
-from stepwell.errors import CheckpointGone, CorruptData, StepwellError
+from stepwell.errors import CheckpointGone, CorruptData, SaveFailed, StepwellError, StoreClosed
 from stepwell.format.names import GROWING, MANIFEST, Attempt, is_grown, rank_file, rank_of
 from stepwell.format.records import Draft, Growing, Manifest, RankRecord, ShardRecord, decode, encode
-from stepwell.jobs import Job, wait_for
+from stepwell.jobs import GivenUp, Job, wait_for
 from stepwell.saving import Order
 from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
@@ -108,43 +108,84 @@ class Committer:
 
     async def publish(
         self, tier: Tier, attempt: Attempt, record: bytes, reserved: Sequence[Reservation], absent: Sequence[str] = (),
-        turn: int | None = None, on_announced: Callable[[], object] = lambda: None,
+        turn: int | None = None, given_up: str | None = None, on_announced: Callable[[], object] = lambda: None,
     ) -> Manifest:  # fmt: skip
         """Makes this rank's shards and record durable, and returns when the manifest is there, too.
 
         The lowest rank on the tier publishes it, after every other rank there has announced its record.
         turn: the number of the try, the same on all ranks, if the tier may get the checkpoint more than once: what they
-        told each other the last time means nothing then. on_announced: from then on the lowest rank may publish it at
-        any time. Raises RunBusy if another writer has taken the run meanwhile.
+        told each other the last time means nothing then. given_up: the key under which a rank says that it gives the
+        save up; then it is not published, unless all had announced theirs. on_announced: from then on the lowest rank
+        may publish it at any time. Raises RunBusy if another writer has taken the run meanwhile; SaveFailed.
         """
         own = RecordKey(self.run, f"{attempt.folder}/{rank_file(self.job.rank)}")
         await self._put_record(tier, own, record, reserved, attempt.step)
-        home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""
-        prefix = f"{self.group}/{attempt.folder}/{tier.info.name}/{home}/{turn}/without-{'+'.join(sorted(absent))}"
+        prefix = self._prefix(tier, attempt, turn, absent)
         covered = self.covered(tier)
         store, leader = self.job.store, covered[0]
         if self.job.rank != leader:
             store.put(f"{prefix}/rank-{self.job.rank}", native.crc32c(record).to_bytes(4, "little"))
             on_announced()
-            data = await wait_for(
-                store, f"{prefix}/manifest", self._timeout_s, f"the manifest of step {attempt.step} by rank {leader}"
+            data = await self.word(
+                leader, f"{prefix}/manifest", f"the manifest of step {attempt.step} by rank {leader}"
             )
+            if not data:
+                raise SaveFailed(f"rank {leader} gave this save up", step=attempt.step, tier=tier.info.name)
             return decode(data, Manifest, step=attempt.step, tier=tier.info.name)
+        manifest = manifest_of(attempt, await self._parts(tier, attempt, prefix, record, given_up), absent)
+        await self._put_manifest(tier, attempt, manifest)
+        store.put(f"{prefix}/manifest", encode(manifest))
+        return manifest
+
+    async def word(self, rank: int, key: str, what: str, given_up: str | None = None) -> bytes:
+        """What a rank says under a key. given_up: where any rank says that it gives a save up.
+
+        Raises WaitTimeout; SaveFailed if a save is given up; StoreClosed if the rank has closed its store.
+        """
+        unless = [self._left(rank), *([] if given_up is None else [given_up])]
+        try:
+            return await wait_for(self.job.store, key, self._timeout_s, what, unless)
+        except GivenUp as error:
+            if given_up is not None:
+                raise SaveFailed(f"another rank gave this save up: {error}") from None
+            raise StoreClosed(f"{error}; {what} does not come") from None
+
+    def leave(self) -> None:
+        """This rank closes its store: it says nothing more."""
+        if self.job.world > 1:
+            self.job.store.put(self._left(self.job.rank), f"rank {self.job.rank} has closed its store".encode())
+
+    def has_left(self, rank: int) -> bool:
+        """Whether it has."""
+        return self.job.store.poll(self._left(rank)) is not None
+
+    def _left(self, rank: int) -> str:
+        return f"{self.group}/left/{rank}"
+
+    def withdraw(self, tier: Tier, attempt: Attempt) -> None:
+        """This rank has given a save up, and publishes it no more: who has announced its part need not wait."""
+        if self.job.world > 1 and self.covered(tier)[0] == self.job.rank:
+            self.job.store.put(f"{self._prefix(tier, attempt)}/manifest", b"")
+
+    def _prefix(self, tier: Tier, attempt: Attempt, turn: int | None = None, absent: Sequence[str] = ()) -> str:
+        home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""
+        return f"{self.group}/{attempt.folder}/{tier.info.name}/{home}/{turn}/without-{'+'.join(sorted(absent))}"
+
+    async def _parts(
+        self, tier: Tier, attempt: Attempt, prefix: str, record: bytes, given_up: str | None
+    ) -> dict[int, bytes]:
+        """The records of all ranks on the tier, this one's among them, once they have announced them."""
         records = {self.job.rank: record}
-        for rank in covered[1:]:
-            digest = await wait_for(
-                store, f"{prefix}/rank-{rank}", self._timeout_s, f"rank {rank}'s part of step {attempt.step}"
-            )
+        for rank in self.covered(tier)[1:]:
+            what = f"rank {rank}'s part of step {attempt.step}"
+            digest = await self.word(rank, f"{prefix}/rank-{rank}", what, given_up)
             theirs = await self._announced(tier, attempt, rank)
             if theirs is None or native.crc32c(theirs) != int.from_bytes(digest, "little"):
                 raise CorruptData(
                     "a rank's record is not the one it announced", rank=rank, step=attempt.step, tier=tier.info.name
                 )
             records[rank] = theirs
-        manifest = manifest_of(attempt, records, absent)
-        await self._put_manifest(tier, attempt, manifest)
-        store.put(f"{prefix}/manifest", encode(manifest))
-        return manifest
+        return records
 
     async def _announced(self, tier: Tier, attempt: Attempt, rank: int) -> bytes | None:
         """A rank's record; one that is not there was announced when the checkpoint was here before, and comes again."""

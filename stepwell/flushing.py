@@ -244,6 +244,9 @@ class Flusher:
             self.next_try_at = self._clock.monotonic() + PASS_S
         except TierError as error:
             self._failed(goal, error)
+        except StoreClosed as error:  # another rank's: it has no more part in this
+            log.info("step %d does not get to %s: %s", goal.attempt.step, name, error)
+            self._finish(goal, error)
         except StepwellError as error:
             if error.retry and goal.tries + 1 < TELL_AFTER:
                 self._unread(goal, error)

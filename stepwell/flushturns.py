@@ -17,7 +17,6 @@ from stepwell.chain import Chain
 from stepwell.errors import CheckpointGone, NotPlanned, StepwellError, TierError
 from stepwell.flushing import TELL_AFTER, Goal
 from stepwell.format.names import Attempt
-from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.tiers.base import Tier
 
@@ -73,10 +72,10 @@ class FlushTurns:
 
     async def answered(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str | None:
         """On the others: the name of what is asked; None: all is there already. Raises WaitTimeout; CheckpointGone if
-        something was raised there."""
-        key, patience_s = self._answer(tier, attempt, parts), self._chain.settings.rank_timeout_seconds
-        what = f"the flush of step {attempt.step} to {tier.info.name} by rank {self.leader(tier)}"
-        answer = (await wait_for(self._owner.job.store, key, patience_s, what)).decode()
+        something was raised there; StoreClosed."""
+        key, leader = self._answer(tier, attempt, parts), self.leader(tier)
+        what = f"the flush of step {attempt.step} to {tier.info.name} by rank {leader}"
+        answer = (await self._owner.committer.word(leader, key, what)).decode()
         if answer.startswith("not: "):
             raise cannot(answer[5:], attempt, tier)
         return None if answer == "there" else key

@@ -15,6 +15,7 @@ from stepwell.errors import (
     NotPlanned,
     RunBusy,
     StepwellError,
+    StoreClosed,
     TierError,
     TierFull,
     WaitTimeout,
@@ -269,7 +270,7 @@ class FlushWork:
 
     async def _begun(self, tier: Tier, goal: Goal, record: RankRecord, wanted: set[str]) -> int | None:
         """Returns the number of the try that the rank that leads is at, once it is at this flush; None if it has ended
-        it without this rank's part. Raises WaitTimeout; CheckpointGone if it has failed there for good."""
+        it without this rank's part. Raises WaitTimeout; CheckpointGone if it has failed there for good; StoreClosed."""
         goal.aside.set()  # that rank may be at another checkpoint, and wait for this one there
         attempt, patience_s = goal.attempt, self._chain.settings.rank_timeout_seconds
         until = self._chain.clock.monotonic() + patience_s
@@ -283,8 +284,11 @@ class FlushWork:
                 manifest = await self._chain.catalog.manifest(attempt, tier)
                 if wanted.isdisjoint(manifest.absent):
                     return None
+            leader = self._turns.leader(tier)
+            if self._owner.committer.has_left(leader):
+                raise StoreClosed(f"rank {leader} has closed its store", step=attempt.step, tier=tier.info.name)
             if self._chain.clock.monotonic() > until:
-                what = f"rank {self._turns.leader(tier)}'s turn to flush it did not come within {patience_s:.0f} s"
+                what = f"rank {leader}'s turn to flush it did not come within {patience_s:.0f} s"
                 todo = "Flush by hand on all ranks, and see whether that one is alive"
                 raise WaitTimeout(what, todo=todo, step=attempt.step, tier=tier.info.name)
             await self._chain.clock.sleep(READ_S)

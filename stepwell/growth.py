@@ -14,7 +14,6 @@ from stepwell.errors import CheckpointNotFound, CorruptData, StepwellError, Tier
 from stepwell.flushing import Goal
 from stepwell.format.names import GROWING, MANIFEST, Attempt, grown_file, rank_file
 from stepwell.format.records import Growing, RankRecord, decode, encode
-from stepwell.jobs import wait_for
 from stepwell.ownership import Ownership, group_of
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
 
@@ -57,18 +56,18 @@ class Growth:
         for shard in (shard for shard in record.shards if shard.file in files):
             key = ShardKey(CheckpointKey(self._chain.run, attempt.folder), shard.file)
             await self._chain.mover.verify(sources, key, shard.size, shard.crcs())
-        covered = self._owner.committer.covered(tier)
-        prefix, patience_s = self._way(attempt, tier, turn), self._chain.settings.rank_timeout_seconds
+        committer, prefix = self._owner.committer, self._way(attempt, tier, turn)
+        covered = committer.covered(tier)
         if len(covered) > 1:
             goal.aside.set()  # another rank may be at another checkpoint, and wait for this one there
         if job.rank == covered[0]:
             for rank in covered[1:]:
-                await wait_for(job.store, f"{prefix}/{rank}", patience_s, f"rank {rank}'s look at step {attempt.step}")
+                await committer.word(rank, f"{prefix}/{rank}", f"rank {rank}'s look at step {attempt.step}")
             await self.clear(attempt, tier, record, there, turn)
         else:
             job.store.put(f"{prefix}/{job.rank}", b"1")
             what = f"the removal of the partial copy of step {attempt.step} by rank {covered[0]}"
-            await wait_for(job.store, f"{prefix}/made", patience_s, what)
+            await committer.word(covered[0], f"{prefix}/made", what)
             catalog.remove(attempt, tier)
 
     async def clear(self, attempt: Attempt, tier: Tier, record: RankRecord, there: set[str], turn: int | None) -> None:

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,11 +126,23 @@ def _scheduled(pid: int) -> tuple[str | None, int]:
     return name, int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-async def wait_for(store: JobStore, key: str, timeout: float, what: str) -> bytes:
-    """The value of `key` once a rank has put it. Raises WaitTimeout that says `what` did not come."""
+class GivenUp(Exception):
+    """What is waited for will not come; says why."""
+
+
+async def wait_for(store: JobStore, key: str, timeout: float, what: str, unless: Collection[str] = ()) -> bytes:
+    """The value of `key` once a rank has put it. unless: keys under which ranks say why it will not come.
+
+    Raises WaitTimeout that says `what` did not come; GivenUp.
+    """
     loop = asyncio.get_running_loop()
     deadline, pause = loop.time() + timeout, _POLL_FIRST_S
     while (value := store.poll(key)) is None:
+        reason = next((said for each in unless if (said := store.poll(each)) is not None), None)
+        if reason is not None:
+            if (value := store.poll(key)) is not None:  # it came before that
+                return value
+            raise GivenUp(reason.decode())
         if loop.time() > deadline:
             raise WaitTimeout(f"{what} did not come within {timeout:.0f} s", todo="See whether that rank is alive")
         await asyncio.sleep(pause)

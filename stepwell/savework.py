@@ -188,7 +188,11 @@ class Saver:
                 await asyncio.shield(committed)
             for name, data in order.files.items():
                 await first.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
-            publishing = asyncio.ensure_future(self._owner.committer.publish(first, attempt, record, reserved))
+            publishing = asyncio.ensure_future(
+                self._owner.committer.publish(
+                    first, attempt, record, reserved, given_up=given_up(chain, order.job, order.call)
+                )
+            )
             manifest = await asyncio.shield(publishing)
         except BaseException:
             self._owner.failed(attempt)
@@ -333,6 +337,7 @@ class Saver:
                 return
         attempt = Attempt.parse(key.attempt)
         assert attempt is not None
+        self._owner.committer.withdraw(chain.first, attempt)
         for tier in (chain.gpu, chain.host):
             if tier is not None:
                 chain.catalog.remove(attempt, tier)

@@ -424,5 +424,7 @@ class RunWriter:
             task.cancel()
         if rest := [*self._saving, *self._background]:
             await asyncio.wait(rest, timeout=patience_s)
+        if self.owner.taken:
+            self.owner.committer.leave()
         # a tier that hangs does not get the last word; the next writer then finds out by itself
         await asyncio.wait([asyncio.ensure_future(self.owner.close())], timeout=patience_s)

@@ -198,6 +198,65 @@ dist.destroy_process_group()
 """
 
 
+#: one rank cannot save step 2; the others have it in memory by then
+GIVEN_UP = """
+from stepwell.policies.flush import FlushNewest
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.wrap import Fault, Faulty
+root, fails = sys.argv[1], int(sys.argv[2])
+near = FileTier(f"{root}/near", name="near")
+if rank == fails:
+    near = Faulty(near, [Fault("reserve", 2, "error")])
+tiers = [near, FileTier(f"{root}/far", name="far", scope="shared")]
+with stepwell.open(run="run", tiers=tiers, policies=[FlushNewest("far")], host="256MiB") as store:
+    def save(step):
+        return store.save(step, {"model": {f"rank{rank}.w": torch.full((400_000,), float(step))}})
+    save(1).wait("near")
+    try:
+        save(2).wait("near")
+        sys.exit("a rank had no part in it")
+    except stepwell.SaveFailed:
+        pass
+    assert [c.step for c in store.checkpoints()] == [1], store.checkpoints()
+    store.drain(20)
+    save(3).wait("near")
+    assert [c.step for c in store.checkpoints(tier="far")] == [1], store.checkpoints()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+#: one rank closes its store; the other one asks for something that needs both, and hears why that cannot be
+LEFT = """
+from stepwell.tiers.file import FileTier
+root, left = sys.argv[1], int(sys.argv[2])
+tiers = [FileTier(f"{root}/near", name="near"), FileTier(f"{root}/far", name="far", scope="shared")]
+store = stepwell.open(run="run", tiers=tiers, policies=[], host="256MiB")
+def save(step):
+    return store.save(step, {"model": {f"rank{rank}.w": torch.full((1000,), float(step))}})
+save(1).wait("near")
+if rank == left:
+    store.close()
+dist.barrier()
+if rank != left:
+    try:
+        store.flush(1, "far")
+        sys.exit("it needs both")
+    except stepwell.StoreClosed as error:
+        assert f"rank {left} has closed its store" in str(error), error
+    try:
+        save(2).wait("near")
+        sys.exit("it needs both")
+    except stepwell.SaveFailed as error:
+        assert f"rank {left} has closed its store" in str(error), error
+    try:
+        store.close()
+    except stepwell.SaveFailed:
+        pass
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 def check(code: str, root: Path, *arguments: object) -> list[str]:
     """Two ranks do that; none may fail. Returns what they have said on stderr."""
     for place in ("near", "far"):
@@ -259,3 +318,16 @@ def test_what_was_deleted_comes_again_by_hand(tmp_path: Path, parts: str, grace_
 def test_no_rank_takes_room_that_another_one_needs_for_an_older_save(tmp_path: Path, seed: int) -> None:
     check(TIGHT, tmp_path, seed)
     assert list((tmp_path / "near" / "run").glob("step-000000012.*/manifest.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_save_that_one_rank_gives_up_is_nowhere(tmp_path: Path, fails: int) -> None:
+    """Also not in the memory of another rank, from where a drain or the end would bring it down."""
+    check(GIVEN_UP, tmp_path, fails)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [0, 1])
+def test_nobody_waits_for_a_rank_that_has_closed_its_store(tmp_path: Path, left: int) -> None:
+    check(LEFT, tmp_path, left)
