@@ -201,14 +201,18 @@ dist.destroy_process_group()
 #: one rank cannot save step 2; the others have it in memory by then
 GIVEN_UP = """
 from stepwell.policies.flush import FlushNewest
+from stepwell.policies.evict import LRU
+from stepwell.settings import Settings
+from stepwell.store import CheckpointStore
 from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
 from stepwell.tiers.wrap import Fault, Faulty
 root, fails = sys.argv[1], int(sys.argv[2])
 near = FileTier(f"{root}/near", name="near")
 if rank == fails:
     near = Faulty(near, [Fault("reserve", 2, "error")])
-tiers = [near, FileTier(f"{root}/far", name="far", scope="shared")]
-with stepwell.open(run="run", tiers=tiers, policies=[FlushNewest("far")], host="256MiB") as store:
+tiers = [HostTier(LRU(), 48 << 20), near, FileTier(f"{root}/far", name="far", scope="shared")]
+with CheckpointStore("run", tiers, "w", Settings(), [FlushNewest("far")]) as store:
     def save(step):
         return store.save(step, {"model": {f"rank{rank}.w": torch.full((400_000,), float(step))}})
     save(1).wait("near")
