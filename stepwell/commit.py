@@ -202,12 +202,10 @@ class Committer:
         """This rank's record, with its shards durable before it."""
         if await tier.commit(own, record, shards=reserved):
             return
-        if await tier.fetch(own) != record:
-            raise CorruptData("another attempt's record stands in this one's place", path=str(own), tier=tier.info.name)
-        if reserved:
+        if reserved or await tier.fetch(own) != record:
             await self.writership.require(tier, step)
-            # an earlier try got as far as the record; since then its shards were reserved and perhaps written
-            # again, and a commit that finds its record makes nothing durable
+            # an earlier try got as far as the record; since then its shards were reserved and perhaps written again,
+            # and a commit that finds its record makes nothing durable. Or the record went bad: it is this rank's alone
             await tier.drop([own])
             if not await tier.commit(own, record, shards=reserved):
                 raise CorruptData("another process writes this attempt", path=str(own), tier=tier.info.name)

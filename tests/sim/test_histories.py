@@ -69,7 +69,16 @@ def test_histories_with_prefetches_that_failed_once(seed: int) -> None:
 
 #: of histories in which saves stay in memory, every other one with prefetches, too: so many, and those that failed once
 ALONE_SEEDS = 40
-ALONE_KEPT = ((1115, True), (2002, True), (40555, True), (40918, True), (40955, True), (41683, True), (70045, True))
+ALONE_KEPT = (
+    (1115, True),
+    (2002, True),
+    (40555, True),
+    (40918, True),
+    (40955, True),
+    (41683, True),
+    (70045, True),
+    (90693, True),
+)
 
 
 def test_histories_with_saves_that_stay_in_memory() -> None:

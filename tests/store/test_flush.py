@@ -109,6 +109,21 @@ def test_a_partial_copy_with_a_bad_manifest_does_no_harm_to_the_whole_one(tmp_pa
         assert torch.equal(target["optimizer"]["m"], state()["optimizer"]["m"])
 
 
+def test_a_record_that_went_bad_before_its_commit_keeps_no_checkpoint_away(tmp_path: Path) -> None:
+    """A try came as far as this rank's record, which the medium has garbled since."""
+    (tmp_path / "near").mkdir()
+    tiers = [FileTier(tmp_path / "near", name="near"), FileTier(tmp_path, name="far")]
+    with stepwell.open(run="run", tiers=tiers, policies=[]) as store:
+        store.save(1, state()).wait("near")
+        [good] = tmp_path.glob("near/run/step-*/rank-*.json")
+        bad = tmp_path / good.relative_to(tmp_path / "near")
+        bad.parent.mkdir(parents=True)
+        bad.write_bytes(b"\0" + good.read_bytes()[1:])
+        store.flush(1, "far")
+        assert bad.read_bytes() == good.read_bytes()
+    assert torch.equal(stepwell.load(tmp_path / "run", part="model")["w"], state()["model"]["w"])
+
+
 class Stubborn(FileTier):
     """Fails once to delete what commits a checkpoint: before anything is done, or after all of it."""
 
