@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -17,6 +18,8 @@ from stepwell.jobs import GivenUp, Job, wait_for
 from stepwell.saving import Order
 from stepwell.shardjob import ShardJob
 from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
+
+log = logging.getLogger("stepwell")
 
 
 def rank_record(order: Order, attempt: Attempt, jobs: Sequence[ShardJob], draft: Draft) -> bytes:
@@ -153,7 +156,7 @@ class Committer:
     def leave(self) -> None:
         """This rank closes its store: it says nothing more."""
         if self.job.world > 1:
-            self.job.store.put(self._left(self.job.rank), f"rank {self.job.rank} has closed its store".encode())
+            self._say(self._left(self.job.rank), f"rank {self.job.rank} has closed its store".encode())
 
     def has_left(self, rank: int) -> bool:
         """Whether it has."""
@@ -165,7 +168,14 @@ class Committer:
     def withdraw(self, tier: Tier, attempt: Attempt) -> None:
         """This rank has given a save up, and publishes it no more: who has announced its part need not wait."""
         if self.job.world > 1 and self.covered(tier)[0] == self.job.rank:
-            self.job.store.put(f"{self._prefix(tier, attempt)}/manifest", b"")
+            self._say(f"{self._prefix(tier, attempt)}/manifest", b"")
+
+    def _say(self, key: str, data: bytes) -> None:
+        """What others need not hear: at the end the job's store may be gone before us."""
+        try:
+            self.job.store.put(key, data)
+        except Exception as error:
+            log.debug("could not tell the other ranks %s: %s", key, error)
 
     def _prefix(self, tier: Tier, attempt: Attempt, turn: int | None = None, absent: Sequence[str] = ()) -> str:
         home = self._homes[self.job.rank] if tier.info.scope != "shared" else ""

@@ -66,8 +66,8 @@ class FlushTurns:
         key = self._answer(tier, attempt, parts)
         try:
             yield key, lambda there: self._put(key, b"there" if there else b"comes")
-        except StepwellError as error:
-            self._put(key, f"not: {error}".encode())
+        except BaseException as error:
+            self._put(key, f"not: {error or type(error).__name__}".encode())
             raise
 
     async def answered(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str | None:
@@ -100,6 +100,9 @@ class FlushTurns:
             again = isinstance(error, TierError) or (error.retry and goal.tries + 1 < TELL_AFTER)
             over = not (again or isinstance(error, NotPlanned))
             why = str(error) if over else ""
+            raise
+        except Exception as error:  # what nobody expects ends the flush, too
+            why, over = f"{type(error).__name__}: {error}", True
             raise
         finally:
             turn = _Turn(goal.attempt.folder, goal.parts, False, why, sorted(goal.asks) if over else [])
