@@ -338,7 +338,11 @@ class CheckpointStore(Warming):
     ) -> None:
         """Copies a checkpoint (default the newest) down to tier `to` (default the last), and waits.
 
-        parts: only those; the copy there is then partial.
+        parts: only those; the copy there is then partial. All ranks of a job call it.
+
+        Raises ConfigError if there is no checkpoint, TierError if the tier keeps failing, CheckpointGone if it was
+        deleted meanwhile or another rank cannot do its part, StoreClosed if another rank has closed its store,
+        WaitTimeout if it does not come.
         """
         self._check_writable()
         step = None if step is None else check_step(step)
