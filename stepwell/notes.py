@@ -51,6 +51,13 @@ class _Said:
 
     def add(self, note: Note) -> None:
         bisect.insort(self.notes, note, key=operator.attrgetter("number"))
+        self._sum_up()
+
+    def remove(self, number: int) -> None:
+        self.notes = [note for note in self.notes if note.number != number]
+        self._sum_up()
+
+    def _sum_up(self) -> None:
         self.metrics, self.tags, self.keeps = {}, {}, {}
         for each in self.notes:
             self.metrics |= numbers(each.metrics)
@@ -123,10 +130,28 @@ class Notes:
         if self.tier is None:
             return
         async with self._reading:
+            await self._forget_lost(sorted(self._done.difference(listed)))
             self._unread |= set(listed) - self._done
-            self._last = max(self._last, max(listed, default=0))
+            self._last = max(self._done | self._unread, default=0)
             if await self._fetch(sorted(self._unread)) is not None:
                 self.known = True
+
+    async def _forget_lost(self, missing: Sequence[int]) -> None:
+        """Of notes that a listing lacks: some are younger than it; but one that was read before it was durable may have
+        been lost with its writer, and its number may be another note's by now."""
+        assert self.tier is not None
+        for number in missing:
+            try:
+                async with asyncio.timeout(READ_S):
+                    data = await self.tier.fetch(RecordKey(self.run, note_file(number)))
+            except (TimeoutError, StepwellError):
+                return  # what was known stays
+            if data is None:
+                self._done.discard(number)
+                self._warned.discard(number)
+                for said in self._said.values():
+                    said.remove(number)
+                self.version += 1
 
     async def _read_on(self) -> None:
         """What is known to be there, and on from the last number until one is not there."""

@@ -174,6 +174,35 @@ def test_one_that_cannot_be_read_is_tried_again(caplog: pytest.LogCaptureFixture
     assert len(caplog.records) == 1
 
 
+def test_a_note_that_is_lost_with_its_writer_is_forgotten_and_its_number_read_again() -> None:
+    """It was read before it was durable."""
+
+    async def scenario(memory: MemoryTier) -> None:
+        notes = Notes("run", memory)
+        await put(memory, 1, note(1, tags={"a": True}))
+        await put(memory, 2, note(2, tags={"b": True}, keep=True))
+        await notes.refresh()
+        await memory.drop([RecordKey("run", note_file(2))])
+        await notes.catch_up([1])
+        assert notes.tags(A) == ("a",) and not notes.kept(A) and notes.numbers == [1]
+        await put(memory, 2, note(2, tags={"c": True}))
+        await notes.refresh()
+        assert notes.tags(A) == ("a", "c")
+
+    on(scenario)
+
+
+def test_a_note_that_is_younger_than_a_listing_stays() -> None:
+    async def scenario(memory: MemoryTier) -> None:
+        notes = Notes("run", memory)
+        await notes.add(A, tags={"a": True}, keep=True)
+        await notes.catch_up([])
+        assert notes.tags(A) == ("a",) and notes.kept(A) and notes.known
+        assert await notes.add(A, tags={"b": True}) == 2
+
+    on(scenario)
+
+
 @pytest.mark.parametrize("kind", ["error", "stall"])
 def test_a_tier_that_does_not_answer_leaves_what_was_known(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(memory: MemoryTier) -> None:

@@ -78,6 +78,7 @@ ALONE_KEPT = (
     (41683, True),
     (70045, True),
     (90693, True),
+    (92969, True),
 )
 
 
