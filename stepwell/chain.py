@@ -12,10 +12,11 @@ from typing import Any
 from stepwell.catalog import Catalog
 from stepwell.clock import Clock
 from stepwell.errors import StepwellError, TierFull, TierUnavailable
+from stepwell.format.names import Attempt
 from stepwell.mover import Mover
 from stepwell.settings import Settings, TierOptions
 from stepwell.sharing import Sharing
-from stepwell.tiers.base import Refused, Reservation, ShardKey, Tier
+from stepwell.tiers.base import RecordKey, Refused, Reservation, ShardKey, Tier
 from stepwell.tiers.gpu import GpuTier
 from stepwell.tiers.host import HostTier
 
@@ -66,6 +67,10 @@ class Chain:
 
     def named(self, name: str) -> Tier:
         return next(tier for tier in self.tiers if tier.info.name == name)
+
+    def record(self, attempt: Attempt, name: str) -> RecordKey:
+        """A small file in the checkpoint's folder."""
+        return RecordKey(self.run, f"{attempt.folder}/{name}")
 
 
 async def _ours() -> bool:

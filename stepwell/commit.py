@@ -198,7 +198,7 @@ class Committer:
         return records
 
     async def _announced(self, tier: Tier, attempt: Attempt, rank: int) -> bytes | None:
-        """A rank's record; one that is not there was announced when the checkpoint was here before, and comes again."""
+        """A rank's record; one that is not there was announced by a try that another one of that rank goes on from."""
         for _ in range(int(self._timeout_s / AGAIN_S) + 1):
             record = await tier.fetch(RecordKey(self.run, f"{attempt.folder}/{rank_file(rank)}"))
             if record is not None:

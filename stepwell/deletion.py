@@ -73,12 +73,12 @@ class Deleter:
         await tier.commit(self._marker(attempt), encode(Deleted(reason=reason, made=chain.clock.wall())))
         await self._owner.writership.require(tier, attempt.step)
         names = [MANIFEST, *(rank_file(rank) for rank in manifest.covers)]
-        await tier.drop([RecordKey(chain.run, f"{attempt.folder}/{name}") for name in names])
+        await tier.drop([chain.record(attempt, name) for name in names])
         self.events.add("deleted", attempt, tier.info.name, reason)
         self.free_later(attempt, tier)
 
     def _marker(self, attempt: Attempt) -> RecordKey:
-        return RecordKey(self._chain.run, f"{attempt.folder}/{DELETED}")
+        return self._chain.record(attempt, DELETED)
 
     async def waits(self, attempt: Attempt, tier: Tier) -> bool:
         """Whether files without a manifest are those of a deleted checkpoint: then they go when its grace is over, and

@@ -143,4 +143,4 @@ class WaitTimeout(StepwellError, TimeoutError):
 
 
 class StoreClosed(StepwellError):
-    """The store was closed, or belongs to the parent of this forked process."""
+    """The store was closed, or that of a rank that is needed; or it belongs to the parent of this forked process."""

@@ -3,6 +3,10 @@
 Several may be wanted: some parts by a rule, all of them by hand. They share files, so a rank does one after the other.
 Two ranks that began with different ones would each wait for the other's part. So the lowest rank on the tier tells
 which one it is at, in a list in the job's store, and a rank that is at another one lets that one pass.
+
+That rank also deletes on the tier. So it says as well what is there when all ask for a flush by hand, and when all that
+has asked for a flush has its answer: whoever comes later must neither wait for it nor trust what was said of an
+earlier copy. The number of a try's line in the list is what ranks know it by.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class FlushTurns:
     ) -> Iterator[tuple[str, Callable[[bool], object]]]:
         """On the rank that leads: yields the name of what is asked, and what tells the others whether all is there
         already. If something is raised in its place they hear that."""
-        key = self._answer(tier, attempt, parts)
+        key = self._ask(tier, attempt, parts)
         try:
             yield key, lambda there: self._put(key, b"there" if there else b"comes")
         except BaseException as error:
@@ -73,19 +77,19 @@ class FlushTurns:
     async def answered(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str | None:
         """On the others: the name of what is asked; None: all is there already. Raises WaitTimeout; CheckpointGone if
         something was raised there; StoreClosed."""
-        key, leader = self._answer(tier, attempt, parts), self.leader(tier)
+        key, leader = self._ask(tier, attempt, parts), self.leader(tier)
         what = f"the flush of step {attempt.step} to {tier.info.name} by rank {leader}"
         answer = (await self._owner.committer.word(leader, key, what)).decode()
         if answer.startswith("not: "):
             raise cannot(answer[5:], attempt, tier)
         return None if answer == "there" else key
 
-    def _answer(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str:
+    def _ask(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None) -> str:
+        """Counts a flush by hand; the name that all ranks know it by."""
         wanted = None if parts is None else tuple(sorted(parts))
-        self._asked[tier.info.name, attempt.folder, wanted] += 1
-        return (
-            f"{self._key_of(tier, attempt.folder, wanted)}/asked-{self._asked[tier.info.name, attempt.folder, wanted]}"
-        )
+        place = (tier.info.name, attempt.folder, wanted)
+        self._asked[place] += 1
+        return f"{self._key_of(tier, attempt.folder, wanted)}/asked-{self._asked[place]}"
 
     # -- tries -----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from stepwell.growth import Growth
 from stepwell.ownership import Ownership
 from stepwell.reader import read_record
 from stepwell.reading import Caller, Healing, Reading
-from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
+from stepwell.tiers.base import CheckpointKey, Reservation, ShardKey, Tier
 from stepwell.tiers.host import Priority
 
 #: between two looks whether a copy that is being deleted is gone, and whether another rank is at another flush
@@ -56,7 +56,8 @@ class FlushWork:
 
     async def asked(self, tier: Tier, attempt: Attempt, parts: Sequence[str] | None, flusher: Flusher) -> Goal | None:
         """A flush by hand, for which every rank asks: its goal, before all others; None if it is there already. The
-        rank that leads says which, because it deletes on the tier, too. Raises WaitTimeout, CheckpointGone."""
+        rank that leads says which, because it deletes on the tier, too. Raises WaitTimeout, CheckpointGone,
+        StoreClosed."""
         turns, copy = self._turns, (attempt.folder, tier.info.name)
         if not turns.leads(tier):
             ask = await turns.answered(tier, attempt, parts)
@@ -153,12 +154,12 @@ class FlushWork:
         await self._owner.writership.require(tier, attempt.step)
         self._given.pop((attempt, tier.info.name), None)
         if growing is not None:  # what was there before counts again
-            await tier.drop([self._record(attempt, grown_file(rank)), *shards])
+            await tier.drop([self._chain.record(attempt, grown_file(rank)), *shards])
             await self._commit_again(attempt, tier, record)
         elif self._owner.job.world == 1:
             await tier.drop([key])  # a manifest that was to make way goes first
         else:
-            await tier.drop([self._record(attempt, rank_file(rank)), *shards])
+            await tier.drop([self._chain.record(attempt, rank_file(rank)), *shards])
 
     async def _commit_again(self, attempt: Attempt, tier: Tier, record: RankRecord) -> None:
         committer = self._owner.committer
@@ -250,6 +251,7 @@ class FlushWork:
                 reserved = []
             turn = await self._begun(tier, goal, record, wanted) if turn is None else turn
             if turn is None:  # it was committed with what an earlier try had announced, or is gone again
+                self._given.pop(copy, None)
                 self._keep(self._let_go(tier, attempt, reserved, keep_bytes=False))
                 return None
             manifest = await self._owner.committer.publish(
@@ -303,12 +305,12 @@ class FlushWork:
         taken for what a broken try has left."""
         catalog, name = self._chain.catalog, tier.info.name
         if self._is_known(attempt, tier):
-            if self._turns.leads(tier) or await tier.fetch(self._record(attempt, MANIFEST)) is not None:
+            if self._turns.leads(tier) or await tier.fetch(self._chain.record(attempt, MANIFEST)) is not None:
                 return True
             catalog.remove(attempt, tier)  # the rank that leads has deleted it
         if (attempt, name) in self._growth.clearing:
             return False  # what is there was to make way
-        data = await tier.fetch(self._record(attempt, MANIFEST))
+        data = await tier.fetch(self._chain.record(attempt, MANIFEST))
         if data is None or any((d.attempt, d.tier, d.late) == (attempt, name, True) for d in catalog.debris):
             return False
         try:
@@ -319,9 +321,6 @@ class FlushWork:
         there = record.files_of(set(record.parts) - set(manifest.absent))
         catalog.add(attempt, tier, {shard.file: shard.size for shard in record.shards if shard.file in there}, manifest)
         return True
-
-    def _record(self, attempt: Attempt, name: str) -> RecordKey:
-        return RecordKey(self._chain.run, f"{attempt.folder}/{name}")
 
     async def _growing(self, attempt: Attempt, tier: Tier, record: RankRecord, data: bytes) -> Growing | None:
         """What a copy had that has made way, if this rank's record (data: its bytes) and shards of that are there."""
@@ -335,7 +334,7 @@ class FlushWork:
 
     async def _make_durable(self, attempt: Attempt, tier: Tier, manifest: bytes) -> None:
         await self._owner.writership.require(tier, attempt.step)
-        await tier.commit(self._record(attempt, MANIFEST), manifest)
+        await tier.commit(self._chain.record(attempt, MANIFEST), manifest)
 
     async def confirm(self, attempt: Attempt, tier: Tier) -> None:
         """Sees to it that a commit which the catalog knows is durable: another process may have been killed, or may
@@ -343,7 +342,7 @@ class FlushWork:
         copy = attempt, tier.info.name
         if copy in self._chain.catalog.confirmed:
             return
-        data = await tier.fetch(self._record(attempt, MANIFEST))
+        data = await tier.fetch(self._chain.record(attempt, MANIFEST))
         if data is None:
             raise CheckpointGone("its manifest is gone", step=attempt.step, tier=tier.info.name)
         await self._make_durable(attempt, tier, data)
@@ -366,7 +365,7 @@ class FlushWork:
     async def _is_whole(self, tier: Tier, attempt: Attempt, data: bytes, shards: Sequence[ShardKey]) -> bool:
         """Whether an earlier try got as far as the rank's record: then its shards are durable, and stay as they are,
         because its manifest may still be on its way, and a later writer may have taken the attempt for whole."""
-        own = self._record(attempt, rank_file(self._owner.job.rank))
+        own = self._chain.record(attempt, rank_file(self._owner.job.rank))
         if await tier.fetch(own) != data:
             return False
         try:
@@ -379,7 +378,7 @@ class FlushWork:
 
     async def _copy_sidecars(self, tier: Tier, sources: Sequence[Tier], attempt: Attempt, record: RankRecord) -> None:
         for file in record.draft.files:
-            place = RecordKey(self._chain.run, f"{attempt.folder}/{file}")
+            place = self._chain.record(attempt, file)
             for source in sources:
                 if (data := await source.fetch(place)) is not None:
                     await tier.commit(place, data)

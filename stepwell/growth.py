@@ -15,7 +15,7 @@ from stepwell.flushing import Goal
 from stepwell.format.names import GROWING, MANIFEST, Attempt, grown_file, rank_file
 from stepwell.format.records import Growing, RankRecord, decode, encode
 from stepwell.ownership import Ownership, group_of
-from stepwell.tiers.base import CheckpointKey, RecordKey, Reservation, ShardKey, Tier
+from stepwell.tiers.base import CheckpointKey, Reservation, ShardKey, Tier
 
 
 class Growth:
@@ -28,14 +28,14 @@ class Growth:
 
     async def told(self, attempt: Attempt, tier: Tier) -> Growing | None:
         """What is said of a copy that has made way to one of more parts, while neither is committed."""
-        said = await tier.fetch(self._record(attempt, GROWING))
+        said = await tier.fetch(self._chain.record(attempt, GROWING))
         if said is None:
             return None
         try:
             return decode(said, Growing, step=attempt.step, tier=tier.info.name)
         except StepwellError:  # then nothing is known of what is there, and all is copied anew
             await self._owner.writership.require(tier, attempt.step)
-            await tier.drop([self._record(attempt, rank_file(self._owner.job.rank))])
+            await tier.drop([self._chain.record(attempt, rank_file(self._owner.job.rank))])
             return None
 
     async def make_way(self, goal: Goal, tier: Tier, record: RankRecord, there: set[str], turn: int | None) -> None:
@@ -79,11 +79,11 @@ class Growth:
         await self._owner.writership.require(tier, attempt.step)
         if (attempt, tier.info.name) not in self.clearing:  # else the manifest may be gone, and the marker must stay
             await self._drop_markers(attempt, tier, self._owner.committer.covered(tier))  # of an earlier growth
-        await tier.commit(self._record(attempt, GROWING), encode(growing))
+        await tier.commit(self._chain.record(attempt, GROWING), encode(growing))
         await self._owner.writership.require(tier, attempt.step)
         self.clearing[attempt, tier.info.name] = there
         self._chain.catalog.remove(attempt, tier)
-        await tier.drop([self._record(attempt, MANIFEST)])
+        await tier.drop([self._chain.record(attempt, MANIFEST)])
         del self.clearing[attempt, tier.info.name]
         job.store.put(f"{self._way(attempt, tier, turn)}/made", b"1")
 
@@ -93,7 +93,7 @@ class Growth:
 
     async def add(self, tier: Tier, attempt: Attempt, absent: list[str], added: Sequence[Reservation]) -> None:
         """Makes what this rank adds to a copy durable. Its record is there already, and must not go for that."""
-        place = self._record(attempt, grown_file(self._owner.job.rank))
+        place = self._chain.record(attempt, grown_file(self._owner.job.rank))
         await self._owner.writership.require(tier, attempt.step)
         await tier.drop([place])  # of a try that got as far, or of an earlier growth
         if not await tier.commit(place, encode(Growing(absent=absent, made=self._chain.clock.wall())), shards=added):
@@ -107,7 +107,4 @@ class Growth:
                 await self._drop_markers(attempt, tier, covered)
 
     async def _drop_markers(self, attempt: Attempt, tier: Tier, ranks: Sequence[int]) -> None:
-        await tier.drop([self._record(attempt, name) for name in (GROWING, *map(grown_file, ranks))])
-
-    def _record(self, attempt: Attempt, name: str) -> RecordKey:
-        return RecordKey(self._chain.run, f"{attempt.folder}/{name}")
+        await tier.drop([self._chain.record(attempt, name) for name in (GROWING, *map(grown_file, ranks))])

@@ -187,7 +187,7 @@ class Saver:
             if committed is not None:
                 await asyncio.shield(committed)
             for name, data in order.files.items():
-                await first.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
+                await first.commit(chain.record(attempt, name), data)
             publishing = asyncio.ensure_future(
                 self._owner.committer.publish(
                     first, attempt, record, reserved, given_up=given_up(chain, order.job, order.call)
@@ -254,7 +254,7 @@ class Saver:
             return
         packing.whole()
         for name, data in order.files.items():
-            await gpu.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
+            await gpu.commit(chain.record(attempt, name), data)
         manifest = await self._owner.committer.publish(gpu, attempt, record, reserved)
         chain.catalog.add(attempt, gpu, {job.key.name: job.size for job in jobs}, manifest)
         self.on_gpu(attempt, order.snapshot, [job.crcs for job in jobs])
@@ -273,7 +273,7 @@ class Saver:
         chain, host = self._chain, self._chain.host
         assert host is not None
         for name, data in order.files.items():
-            await host.commit(RecordKey(chain.run, f"{attempt.folder}/{name}"), data)
+            await host.commit(chain.record(attempt, name), data)
         try:
             manifest = await self._owner.committer.publish(host, attempt, record, reserved)
         except TierFull as error:
