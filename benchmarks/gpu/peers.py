@@ -1,9 +1,10 @@
-"""The same state saved and loaded by others: DCP's async_save, torch.save, TorchSnapshot where it is installed.
+"""The same state saved and loaded by stepwell and by others: DCP's async_save, torch.save, and TorchSnapshot where it
+is installed.
 
 DCP is measured with its best settings first: staging through pinned memory that is kept from save to save, in a thread
 of its own; then as it is by default; last with the writing in a process. The first save of those that keep memory
-is not counted. Blocked: until the state may change, with nothing else under way; durable: until its files are synced.
-Loads are cold, to the device.
+is not counted. Blocked: until training may go on, with nothing else under way; durable: until its files are synced.
+Loads are cold, to the device; stepwell's begins with opening its store.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,10 +30,12 @@ from benchmarks.gpu.bench import GB, Bench, Record
 from benchmarks.gpu.disk import forget
 from benchmarks.gpu.loop import block
 from benchmarks.gpu.model import Training
+from benchmarks.gpu.stores import Saver, guarded, opened
 
 ITERATIONS = 10  # trained after a save, while it is written
 SAVE_S = 30.0  # what a save or a load of 16 GB may take
 WRITERS = 4  # threads that write
+LOAD_BYTES = 1 << 30  # of host memory, through which stepwell loads
 SHARED = "/dev/shm"  # through which DCP hands a state to its process
 State = dict[str, Any]
 
@@ -43,14 +47,43 @@ class Peer(Protocol):
     warm_up: bool  # the first save makes what later ones use
     loads: bool  # whether its files are read, too
 
-    def save(self, state: State, folder: Path) -> Callable[[], object]:
-        """Returns when the state may change, with a function that waits until the files are written."""
+    def save(self, training: Training, folder: Path) -> Callable[[], object]:
+        """Returns when training may go on, with a function that waits until the files are written."""
 
-    def load(self, state: State, folder: Path) -> None:
-        """In place."""
+    def load(self, training: Training, folder: Path) -> None:
+        """In place, after `close`."""
 
     def close(self) -> None:
         """Gives back what was kept."""
+
+
+class Stepwell:
+    """One store beside the folders of the saves. With a guard a save is lazy: the next update waits, not the caller."""
+
+    def __init__(self, guard: bool) -> None:
+        self.name = f"stepwell, {'guard' if guard else 'no guard'}"
+        self.warm_up, self.loads = True, guard
+        self._guard = guard
+        self._kept = ExitStack()
+        self._saver: Saver | None = None
+
+    def save(self, training: Training, folder: Path) -> Callable[[], object]:
+        if self._saver is None:
+            store = self._kept.enter_context(opened(folder.parent, training.state_bytes()))
+            if self._guard:
+                self._kept.enter_context(guarded(store, training.optimizer))
+            self._saver = Saver(store, training.state)
+        self._saver.to_disk()
+        return partial(self._saver.settle, "nvme")
+
+    def load(self, training: Training, folder: Path) -> None:
+        with opened(folder.parent, min(training.state_bytes(), LOAD_BYTES)) as store:
+            found = store.restore(training.state)
+            if found is None or set(found.sources) != {"nvme"}:
+                raise RuntimeError(f"not restored from the disk alone: {found and found.sources}")
+
+    def close(self) -> None:
+        self._kept.close()
 
 
 class TorchSave:
@@ -58,13 +91,13 @@ class TorchSave:
 
     name, warm_up, loads = "torch.save", False, True
 
-    def save(self, state: State, folder: Path) -> Callable[[], object]:
-        torch.save(state, folder / "state.pt")
+    def save(self, training: Training, folder: Path) -> Callable[[], object]:
+        torch.save(state_of(training), folder / "state.pt")
         return lambda: None
 
-    def load(self, state: State, folder: Path) -> None:
+    def load(self, training: Training, folder: Path) -> None:
         loaded = torch.load(folder / "state.pt", mmap=True, weights_only=True, map_location="cpu")
-        for target, value in zip(tensors_of(state), tensors_of(loaded), strict=True):
+        for target, value in zip(training.tensors(), tensors_of(loaded), strict=True):
             target.copy_(value, non_blocking=True)
 
     def close(self) -> None:
@@ -98,11 +131,11 @@ class Dcp:
         self._kind = kind
         self._stager = Kept(StagingOptions(gpu, kind == "PROCESS", gpu, gpu)) if staged else None
 
-    def save(self, state: State, folder: Path) -> Callable[[], object]:
+    def save(self, training: Training, folder: Path) -> Callable[[], object]:
         if self._kind == "PROCESS" and not dist.is_initialized():  # its process makes a group as ours
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         answer = async_save(
-            state,
+            state_of(training),
             storage_writer=FileSystemWriter(folder, thread_count=WRITERS),
             async_checkpointer_type=AsyncCheckpointerType[self._kind],
             async_stager=self._stager,
@@ -113,8 +146,8 @@ class Dcp:
         answer.staging_completion.result()
         return answer.upload_completion.result
 
-    def load(self, state: State, folder: Path) -> None:
-        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    def load(self, training: Training, folder: Path) -> None:
+        load(state_of(training), storage_reader=FileSystemReader(folder), no_dist=True)
 
     def close(self) -> None:
         if self._stager is not None:
@@ -128,15 +161,15 @@ class TorchSnapshot:
 
     name, warm_up, loads = "TorchSnapshot async_take", False, False
 
-    def save(self, state: State, folder: Path) -> Callable[[], object]:
+    def save(self, training: Training, folder: Path) -> Callable[[], object]:
         snapshot: Any = importlib.import_module("torchsnapshot")
-        parts = {part: snapshot.StateDict(value=value) for part, value in state.items()}
+        parts = {part: snapshot.StateDict(value=value) for part, value in state_of(training).items()}
         wait: Callable[[], object] = snapshot.Snapshot.async_take(str(folder / "snapshot"), parts).wait
         return wait
 
-    def load(self, state: State, folder: Path) -> None:
+    def load(self, training: Training, folder: Path) -> None:
         snapshot: Any = importlib.import_module("torchsnapshot")
-        parts = {part: snapshot.StateDict(value=value) for part, value in state.items()}
+        parts = {part: snapshot.StateDict(value=value) for part, value in state_of(training).items()}
         snapshot.Snapshot(str(folder / "snapshot")).restore(parts)
 
     def close(self) -> None:
@@ -165,16 +198,18 @@ def run(bench: Bench) -> list[Record]:
     alone = block(training, ITERATIONS)
     bench.record("iteration, no checkpoint", alone.mean, "s", samples=alone.iterations)
     gpu = bench.device.is_gpu
-    staged, default = True, False
+    guard, no_guard, staged, default = True, False, True, False
     peers: list[Callable[[], Peer]] = [
+        partial(Stepwell, guard),
+        partial(Stepwell, no_guard),
         partial(Dcp, "THREAD", staged, gpu),
         partial(Dcp, "THREAD", default, gpu),
         TorchSave,
-        partial(Dcp, "PROCESS", staged, gpu),
     ]
     if shutil.disk_usage(SHARED).free < training.state_bytes() * 5 // 4:  # a page that is not there ends the process
-        del peers[3]
         bench.note(f"left out: DCP async_save, process; {SHARED} has no room for the state")
+    else:
+        peers.append(partial(Dcp, "PROCESS", staged, gpu))
     if importlib.util.find_spec("torchsnapshot") is None:
         bench.note("left out: TorchSnapshot, which is not installed")
     else:
@@ -182,51 +217,57 @@ def run(bench: Bench) -> list[Record]:
     for make in peers:
         peer = make()
         needed = SAVE_S * training.state_bytes() / 16e9 * (1 + peer.warm_up + peer.loads)
-        try:
-            if bench.has_time_for(needed, peer.name):
-                _measure(bench, training, peer, alone.mean)
-        except Exception as error:  # whatever another package raises
-            bench.note(f"failed: {peer.name}: {error!r}")
-        finally:
-            peer.close()
+        if bench.has_time_for(needed, peer.name):
+            try:
+                with bench.scratch() as folder:
+                    _measure(bench, training, peer, alone.mean, folder)
+            except Exception as error:  # whatever another package raises
+                bench.note(f"failed: {peer.name}: {error!r}")
     return bench.records
 
 
-def _measure(bench: Bench, training: Training, peer: Peer, alone_s: float) -> None:
+def _measure(bench: Bench, training: Training, peer: Peer, alone_s: float, folder: Path) -> None:
+    try:
+        _save(bench, training, peer, alone_s, folder)
+    finally:
+        peer.close()
+    if peer.loads:
+        _load(bench, training, peer, folder / "counted")
+
+
+def _save(bench: Bench, training: Training, peer: Peer, alone_s: float, folder: Path) -> None:
     size = training.state_bytes()
-    with bench.scratch() as folder:
-        if peer.warm_up:
-            peer.save(state_of(training), folder / "first")()
-            shutil.rmtree(folder / "first")
-        place = folder / "counted"
-        place.mkdir()
-        training.device.wait()
-        began = time.perf_counter()
-        wait = peer.save(state_of(training), place)
-        blocked = time.perf_counter() - began
-        after = block(training, ITERATIONS, warm=0)
-        wait()
-        written = time.perf_counter() - began
-        forget(place)
-        durable = time.perf_counter() - began
-        trained = blocked + sum(after.iterations)
-        often = max(trained, written) / ITERATIONS / alone_s  # the next save waits for this one
-        bench.record(f"{peer.name}: blocked", blocked, "s", bytes=size)
-        bench.record(f"{peer.name}: durable", durable, "s", bytes=size, written_s=written)
-        name = f"{peer.name}: every {ITERATIONS} / no checkpoint, mean"
-        bench.record(name, often, "ratio", samples=after.iterations)
-        if peer.loads:
-            _load(bench, training, peer, place)
+    first, place = folder / "first", folder / "counted"
+    if peer.warm_up:
+        first.mkdir()
+        peer.save(training, first)()
+        shutil.rmtree(first)
+    place.mkdir()
+    training.device.wait()
+    began = time.perf_counter()
+    wait = peer.save(training, place)
+    blocked = time.perf_counter() - began
+    after = block(training, ITERATIONS, warm=0)
+    wait()
+    written = time.perf_counter() - began
+    forget(folder)
+    durable = time.perf_counter() - began
+    trained = blocked + sum(after.iterations)
+    often = max(trained, written) / ITERATIONS / alone_s  # the next save waits for this one
+    bench.record(f"{peer.name}: blocked", blocked, "s", bytes=size)
+    bench.record(f"{peer.name}: durable", durable, "s", bytes=size, written_s=written)
+    name = f"{peer.name}: every {ITERATIONS} / no checkpoint, mean"
+    bench.record(name, often, "ratio", samples=after.iterations)
 
 
 def _load(bench: Bench, training: Training, peer: Peer, folder: Path) -> None:
-    state, size = state_of(training), training.state_bytes()
-    before = [float(tensor.sum()) for tensor in tensors_of(state)]
+    size = training.state_bytes()
+    before = [float(tensor.sum()) for tensor in training.tensors()]
     training.device.wait()
     began = time.perf_counter()
-    peer.load(state, folder)
+    peer.load(training, folder)
     training.device.wait()
     seconds = time.perf_counter() - began
-    if before == [float(tensor.sum()) for tensor in tensors_of(state)]:  # it trained on since the save
+    if before == [float(tensor.sum()) for tensor in training.tensors()]:  # it trained on since the save
         raise RuntimeError("the load changed nothing")
     bench.record(f"{peer.name}: cold load", size / seconds / GB, "GB/s", bytes=size, seconds=seconds)

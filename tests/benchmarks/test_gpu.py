@@ -90,8 +90,8 @@ def test_a_killed_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_peers_are_measured_in_a_process_of_their_own(tmp_path: Path) -> None:
-    """With another measurement beside them, so that the table compares both."""
-    options = ["--only", "training", "peers", "--small", "--device", "cpu"]
+    """With another measurement beside them, so that there are two processes."""
+    options = ["--only", "ceilings", "peers", "--small", "--device", "cpu"]
     places = ["--dir", tmp_path / "disk", "--out", tmp_path / "out.jsonl"]
     command = [sys.executable, "-m", "benchmarks.gpu", *options, *map(str, places)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
@@ -100,12 +100,16 @@ def test_peers_are_measured_in_a_process_of_their_own(tmp_path: Path) -> None:
     assert not [record for record in found if record.get("note", "").startswith(("failed", "cut short"))]
     blocked = {record["name"] for record in found if record.get("name", "").endswith(": blocked")}
     assert blocked >= {
+        "stepwell, guard: blocked",
+        "stepwell, no guard: blocked",
         "DCP async_save, thread, pinned and kept: blocked",
         "torch.save: blocked",
         "DCP async_save, process, pinned and kept: blocked",
         "DCP async_save, thread: blocked",
     }
-    assert "| compared | save() without guard / DCP async_save, " in done.stdout
+    loads = {record["name"] for record in found if record.get("name", "").endswith(": cold load")}
+    assert {name.split(",")[0] for name in loads} == {"stepwell", "DCP async_save", "torch.save: cold load"}
+    assert "| compared | blocked: stepwell, no guard / DCP async_save, " in done.stdout
 
 
 @pytest.mark.slow
