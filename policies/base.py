@@ -18,7 +18,7 @@ from stepwell.tiers.base import Chunk, EvictionPolicy, Scope, Survives
 
 __all__ = [
     "Cancel", "CheckpointView", "Chunk", "Closing", "Committed", "Drop", "Event", "Evicted", "EvictionPolicy", "Flush",
-    "Found", "Idle", "Move", "Noted", "Opened", "Policy", "Prefetch", "Pressure", "TierView", "View",
+    "Found", "Idle", "Move", "Noted", "Opened", "Policy", "Prefetch", "Pressure", "Read", "TierView", "View",
 ]  # fmt: skip
 
 
@@ -152,6 +152,13 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """Nobody in this process reads a checkpoint any more."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pressure:
     """A save needs room on a tier and does not get it. Only with on_pressure = "newest-wins"."""
 
@@ -163,7 +170,7 @@ class Closing:
     """The store is being closed: what must still get down?"""
 
 
-Event = Found | Evicted | Opened | Committed | Idle | Noted | Pressure | Closing
+Event = Found | Evicted | Opened | Committed | Idle | Noted | Read | Pressure | Closing
 
 
 @dataclass(frozen=True, slots=True)

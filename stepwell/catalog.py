@@ -80,6 +80,7 @@ class Catalog:
         self._manifest_bytes: dict[tuple[Attempt, str], int] = {}  # how long each of them is on its tier
         self._refreshing = asyncio.Lock()
         self.reading: Counter[Attempt] = Counter()  # checkpoints that are open for reading
+        self.was_read: Callable[[Attempt], object] = lambda attempt: None  # nobody reads it any more
         self._recent: list[tuple[Attempt, Tier]] = []  # committed by this process since the last scan began
         self.confirmed: set[tuple[Attempt, str]] = set()  # copies that are durable for sure: this process saw to that
         self._gone: set[tuple[Attempt, str]] = set()  # removed since then
@@ -347,6 +348,17 @@ class Catalog:
             yield
         finally:
             self._deleting.discard((attempt, tier.info.name))
+
+    def begin_reading(self, attempt: Attempt) -> None:
+        """Its copies must stay until `end_reading`, which is called as often."""
+        self.reading[attempt] += 1
+
+    def end_reading(self, attempt: Attempt) -> None:
+        """This reader is done with it."""
+        self.reading[attempt] -= 1
+        if not self.reading[attempt]:
+            del self.reading[attempt]
+            self.was_read(attempt)
 
     def known_manifest(self, attempt: Attempt, tier: Tier) -> Manifest | None:
         """The manifest of a copy that is there, if it has been read already. No I/O."""

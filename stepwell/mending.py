@@ -45,11 +45,11 @@ class Mender:
         chain = self._chain
         attempt = Attempt.parse(record.attempt)
         assert attempt is not None
-        chain.catalog.reading[attempt] += 1  # its good copies must stay meanwhile
+        chain.catalog.begin_reading(attempt)  # its good copies must stay meanwhile
         try:
             await self._write_all(attempt, bad, record)
         finally:
-            chain.catalog.reading[attempt] -= 1
+            chain.catalog.end_reading(attempt)
 
     async def _write_all(self, attempt: Attempt, bad: Bad, record: RankRecord) -> None:
         chain = self._chain

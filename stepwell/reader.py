@@ -107,7 +107,7 @@ async def open_checkpoint(
     deleted meanwhile.
     """
     leases: list[Lease] = []
-    catalog.reading[attempt] += 1  # from before the first look, so that retention leaves what is found
+    catalog.begin_reading(attempt)  # from before the first look, so that retention leaves what is found
     try:
         try:
             return await _open(catalog, attempt, rank, world, parts, leases)
@@ -122,8 +122,10 @@ async def open_checkpoint(
 
 
 async def _give_back(catalog: Catalog, attempt: Attempt, leases: Sequence[Lease]) -> None:
-    catalog.reading[attempt] -= 1
-    await asyncio.gather(*(lease.close() for lease in leases))
+    try:
+        await asyncio.gather(*(lease.close() for lease in leases))
+    finally:
+        catalog.end_reading(attempt)
 
 
 async def _open(

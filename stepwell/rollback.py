@@ -143,7 +143,7 @@ class Rollbacks:
             for fill, shard, crcs in zip(targets.fills, saved.plan.shards, saved.crcs, strict=True)
         ]  # fmt: skip
         begun: list[Unpacking] = []
-        catalog.reading[attempt] += 1
+        catalog.begin_reading(attempt)
         try:
             try:
                 if not self._begin(targets, readings, snapshot, begun):
@@ -156,7 +156,7 @@ class Rollbacks:
         except StepwellError:
             return None
         finally:
-            catalog.reading[attempt] -= 1
+            catalog.end_reading(attempt)
 
     def _begin(
         self, targets: _Targets, readings: Sequence[Reading], snapshot: Snapshot, begun: list[Unpacking]

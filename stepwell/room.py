@@ -50,10 +50,6 @@ class Room:
         if pressure == "newest-wins":
             await self._steering.on(Pressure(tier.info.name))
         if self._deleter.hurry(tier) is None and not await self.may_free(tier):
-            if self._owner.job.world > 1 and not freed.is_set():  # another rank may still hold what it lets go of
-                await self._chain.clock.sleep(min(patience_s, LOOK_S))
-                await self._chain.catalog.refresh()
-                return True
             return freed.is_set()  # what was going when it was looked for may be gone by now
         waiting = asyncio.ensure_future(freed.wait())
         sleeping = asyncio.ensure_future(self._chain.clock.sleep(min(patience_s, AGAIN_S)))

@@ -256,7 +256,7 @@ class Steering:
             self._chain.catalog.remove(attempt, tier)
 
     def _leased(self) -> frozenset[str]:
-        return frozenset(attempt.folder for attempt, readers in self._chain.catalog.reading.items() if readers)
+        return frozenset(attempt.folder for attempt in self._chain.catalog.reading)
 
     @property
     def promised(self) -> frozenset[tuple[str, str]]:
@@ -271,16 +271,22 @@ class Steering:
             await self.on(Idle(name))
 
     async def may_free(self, tier: Tier) -> bool:
-        """Whether policies would let something go on `tier` as soon as promises allow it, or it is going already."""
+        """Whether policies let something go on `tier`: it is going, or will as soon as promises and readers allow."""
         name = tier.info.name
-        if self._deciding:  # a flush that is done is promised no more, and what may go by it has not begun to
-            await asyncio.wait(self._deciding)
+        view = await self._settled()
         if any(there == name for _, there in self.busy):
             return True
-        view = await self.views.look()
         drops = [move for policy in self._policies for move in policy.decide(Pressure(name), view)]
-        waiting = {checkpoint for checkpoint, _ in view.promised}
+        waiting = {checkpoint for checkpoint, _ in view.promised} | self._leased()
         return any(isinstance(move, Drop) and move.tier == name and move.checkpoint in waiting for move in drops)
+
+    async def _settled(self) -> View:
+        """A view in which what has just been flushed either is promised still, or what follows from it has begun."""
+        while True:
+            view = await self.views.look()
+            if not self._deciding:
+                return view
+            await asyncio.wait(self._deciding)
 
     def outlook(self) -> list[Outlook]:
         """What will happen next with each copy, as policies tell it."""

@@ -56,13 +56,13 @@ class Verifier:
     async def _check(self, attempt: Attempt, tier: Tier) -> None:
         chain, began = self._chain, self._chain.clock.monotonic()
         manifest = await chain.catalog.manifest(attempt, tier)
-        chain.catalog.reading[attempt] += 1  # no other copy goes meanwhile
+        chain.catalog.begin_reading(attempt)  # no other copy goes meanwhile
         try:
             for rank in manifest.covers:
                 record, _ = await read_record(chain.catalog, attempt, rank, Healing())
                 await self._check_rank(attempt, tier, record, record.files_of(manifest.parts))
         finally:
-            chain.catalog.reading[attempt] -= 1
+            chain.catalog.end_reading(attempt)
         if manifest is not chain.catalog.known_manifest(attempt, tier):
             return  # it has been replaced meanwhile
         self._good[attempt, tier.info.name] = manifest

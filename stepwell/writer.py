@@ -24,7 +24,7 @@ from stepwell.jobs import Job
 from stepwell.memoryonly import MemoryOnly
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
-from stepwell.policies.base import Cancel, Closing, Committed, Found, Noted, Opened, Policy
+from stepwell.policies.base import Cancel, Closing, Committed, Found, Noted, Opened, Policy, Read
 from stepwell.policies.flush import DropBacklog
 from stepwell.rescuing import rescue
 from stepwell.room import Room
@@ -89,6 +89,7 @@ class RunWriter:
         self._found_by: Job | None = None
         self._rescuing: asyncio.Task[None] | None = None
         self.owner.on_taken = self._taken
+        chain.catalog.was_read = self._was_read
         self.memory = MemoryOnly(chain, self.owner, self.steering, lambda: self._saving.values())
         self.saver.room.may_hold = chain.option(chain.first).by_rules and chain.host is not None
         self.saver.goes_down, self.saver.room.let_older_go = self.steering.goes_down, self.memory.let_older_go
@@ -297,6 +298,10 @@ class RunWriter:
         assert attempt is not None
         self._keep(self.work.forget(attempt, self._chain.named(move.tier)))
 
+    def _was_read(self, attempt: Attempt) -> None:
+        if self._opened is not None and self._opened.done():
+            self.steering.soon(Read(attempt.folder))
+
     async def noted(self, attempt: Attempt) -> None:
         """Metrics, tags or keeps of a checkpoint were changed by this process."""
         if not self.owner.taken:
@@ -412,6 +417,7 @@ class RunWriter:
     async def close(self, patience_s: float) -> None:
         """Gives up what `finish` has not finished, waits a moment for the rest, then gives the run up."""
         self.ahead.close()
+        self._chain.catalog.was_read = lambda attempt: None
         self.decisions.tell_closed()
         self.decisions.close()
         for flusher in self.flushers.values():

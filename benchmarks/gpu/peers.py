@@ -2,13 +2,15 @@
 is installed.
 
 DCP is measured with its best settings first: staging through pinned memory that is kept from save to save, in a thread
-of its own; then as it is by default; last with the writing in a process. The first save of those that keep memory
-is not counted. Blocked: until training may go on, with nothing else under way; durable: until its files are synced.
-Loads are cold, to the device; stepwell's begins with opening its store.
+of its own; then as it is by default; last with the writing in a process. The first saves of those that keep something
+are not counted. Blocked: until training may go on, with nothing else under way; durable: until its files are synced.
+Loads are cold, to the device; stepwell's begins with opening its store. Python's garbage is collected before a save, as
+blocks of iterations do.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import shutil
 import time
@@ -44,7 +46,7 @@ class Peer(Protocol):
     """One way to save one state, again and again, in new folders."""
 
     name: str
-    warm_up: bool  # the first save makes what later ones use
+    warm_up: int  # saves that make what later ones use
     loads: bool  # whether its files are read, too
 
     def save(self, training: Training, folder: Path) -> Callable[[], object]:
@@ -62,7 +64,7 @@ class Stepwell:
 
     def __init__(self, guard: bool) -> None:
         self.name = f"stepwell, {'guard' if guard else 'no guard'}"
-        self.warm_up, self.loads = True, guard
+        self.warm_up, self.loads = 3, guard
         self._guard = guard
         self._kept = ExitStack()
         self._saver: Saver | None = None
@@ -89,7 +91,7 @@ class Stepwell:
 class TorchSave:
     """torch.save; torch.load with mmap, then a copy to the device, tensor by tensor."""
 
-    name, warm_up, loads = "torch.save", False, True
+    name, warm_up, loads = "torch.save", 0, True
 
     def save(self, training: Training, folder: Path) -> Callable[[], object]:
         torch.save(state_of(training), folder / "state.pt")
@@ -126,7 +128,7 @@ class Dcp:
 
     def __init__(self, kind: str, staged: bool, gpu: bool) -> None:
         self.name = f"DCP async_save, {kind.lower()}{', pinned and kept' if staged else ''}"
-        self.warm_up = staged
+        self.warm_up = int(staged)
         self.loads = staged and kind == "THREAD"  # the others write the same files
         self._kind = kind
         self._stager = Kept(StagingOptions(gpu, kind == "PROCESS", gpu, gpu)) if staged else None
@@ -159,7 +161,7 @@ class Dcp:
 class TorchSnapshot:
     """async_take."""
 
-    name, warm_up, loads = "TorchSnapshot async_take", False, False
+    name, warm_up, loads = "TorchSnapshot async_take", 0, False
 
     def save(self, training: Training, folder: Path) -> Callable[[], object]:
         snapshot: Any = importlib.import_module("torchsnapshot")
@@ -238,11 +240,12 @@ def _measure(bench: Bench, training: Training, peer: Peer, alone_s: float, folde
 def _save(bench: Bench, training: Training, peer: Peer, alone_s: float, folder: Path) -> None:
     size = training.state_bytes()
     first, place = folder / "first", folder / "counted"
-    if peer.warm_up:
+    for _ in range(peer.warm_up):
         first.mkdir()
         peer.save(training, first)()
         shutil.rmtree(first)
     place.mkdir()
+    gc.collect()
     training.device.wait()
     began = time.perf_counter()
     wait = peer.save(training, place)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import stepwell
 from stepwell.epochs import Writership
@@ -74,6 +75,8 @@ class Behind(Wrapper):
         ("newest-wins", "gone"),
         ("block", "undecided"),
         ("newest-wins", "undecided"),
+        ("block", "looked for"),
+        ("newest-wins", "looked for"),
     ],
 )
 def test_room_that_comes_while_there_is_said_to_be_none_is_taken(
@@ -94,18 +97,27 @@ def test_room_that_comes_while_there_is_said_to_be_none_is_taken(
             return [attempt.step for attempt, copies in held if any(copy.tier is near for copy in copies)]
 
         async def meanwhile() -> None:
-            release(far)
             if moment == "gone":
+                release(far)
                 await until(lambda: on_near() == [2] and not store._writer.busy)
                 return
-            look = store._writer.steering.views.look
+            views = store._writer.steering.views
+            look, looks = views.look, 0
 
             async def late() -> View:
+                nonlocal looks
+                looks += 1
+                if moment == "looked for" and looks == 1:  # by whoever asks whether something may go
+                    release(far)
+                    await until(lambda: not store._writer.flushers["far"].goals)
+                    return views.now()
                 await asyncio.sleep(0.1)
                 return await look()
 
-            monkeypatch.setattr(store._writer.steering.views, "look", late)
-            await until(lambda: not store._writer.flushers["far"].goals)
+            monkeypatch.setattr(views, "look", late)
+            if moment == "undecided":
+                release(far)
+                await until(lambda: not store._writer.flushers["far"].goals)
 
         near.meanwhile = meanwhile
         store.save(1, state(1, SIZE)).wait("near")
@@ -113,6 +125,34 @@ def test_room_that_comes_while_there_is_said_to_be_none_is_taken(
         eventually(lambda: bool(far.hit))
         store.save(3, state(3, SIZE)).wait("near")
         assert store.status().saves_skipped == store.status().saves_failed == 0
+
+
+def test_what_is_being_read_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes as soon as it is not, although nothing else happens then."""
+    monkeypatch.setattr("stepwell.room.AGAIN_S", 60.0)
+    (tmp_path / "near").mkdir()
+    near = Faulty(FileTier(tmp_path / "near", name="near", capacity_bytes=ROOM), [])
+    policies: list[Policy] = [FlushRule("far"), Retain("near", last=1)]
+    with CheckpointStore("run", [near, disk(tmp_path, name="far")], "w", Settings(), policies) as store:
+        store.save(1, state(1, SIZE)).wait("far")
+        near.plan = [Fault("read", 1, "stall", times=ALWAYS)]
+        target = state(0, SIZE)
+        reader = threading.Thread(target=store.restore, args=(target, 1), daemon=True)
+        reader.start()
+        eventually(lambda: bool(near.hit))
+        near.plan = []  # only that one
+        room = store._writer.saver.room
+        make = room.make_room
+
+        async def waits(tier: Tier, patience_s: float) -> bool:
+            release_later(near)
+            return await make(tier, patience_s)
+
+        monkeypatch.setattr(room, "make_room", waits)
+        store.save(2, state(2, SIZE)).wait("far")
+        store.save(3, state(3, SIZE)).wait("near")
+        reader.join()
+        assert near.hit and torch.equal(target["model"]["w"], state(1, SIZE)["model"]["w"])
 
 
 class Reluctant(Wrapper):
