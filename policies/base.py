@@ -153,7 +153,7 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Nobody in this process reads a checkpoint any more."""
+    """Nobody in this process reads a checkpoint any more, a copy of which could not go because of that."""
 
     checkpoint: str
 

@@ -29,6 +29,7 @@ from stepwell.policies.base import (
     Policy,
     Prefetch,
     Pressure,
+    Read,
     View,
 )
 from stepwell.promises import refusal
@@ -67,6 +68,7 @@ class Steering:
         self.bring: Bring | None = None
         self._bringing: dict[tuple[str, str], asyncio.Task[None]] = {}  # (checkpoint, tier) of prefetches under way
         self._idle: set[str] = set()
+        self._held_by_readers: set[str] = set()  # checkpoints that policies let go, and somebody reads
         self._deciding: set[asyncio.Task[list[Goal]]] = set()
         for tier in (chain.host, chain.gpu):
             if tier is not None:
@@ -146,7 +148,7 @@ class Steering:
     def _carry_out(self, move: Move, view: View) -> tuple[bool, Goal | None]:
         """Whether it is made, or begun; and the flush's goal."""
         attempt, copy = Attempt.parse(move.checkpoint), (move.checkpoint, move.tier)
-        why_not = refusal(move, view, self._leased())
+        why_not = self._why_not(move, view)
         if attempt is None or why_not is not None:
             log.debug("%s is not done: %s", move, why_not)
             if attempt is not None and isinstance(move, Drop):
@@ -238,7 +240,7 @@ class Steering:
         try:
             await self._verifier.check_below(attempt, tier)
             self.leaving.discard((move.checkpoint, move.tier))
-            if refusal(move, self.views.now(), self._leased()) is not None:  # since it was asked for
+            if self._why_not(move, self.views.now()) is not None:  # since it was asked for
                 return
             with catalog.deleting(attempt, tier):
                 await self._deleter.delete(attempt, tier, manifest, move.reason)
@@ -255,8 +257,22 @@ class Steering:
         if checkpoint.run == self._chain.run and attempt is not None:
             self._chain.catalog.remove(attempt, tier)
 
-    def _leased(self) -> frozenset[str]:
-        return frozenset(attempt.folder for attempt in self._chain.catalog.reading)
+    def _why_not(self, move: Move, view: View) -> str | None:
+        """As `refusal`. What stays because it is read is asked about again when it is not."""
+        leased = frozenset(attempt.folder for attempt in self._chain.catalog.reading)
+        why_not = refusal(move, view, leased)
+        if why_not is not None and isinstance(move, Drop) and move.checkpoint in leased:
+            self._held_by_readers.add(move.checkpoint)
+        return why_not
+
+    def _waits_for_readers(self, move: Drop, view: View) -> bool:
+        return self._why_not(move, view) is not None and move.checkpoint in self._held_by_readers
+
+    def was_read(self, attempt: Attempt) -> None:
+        """Nobody here reads the checkpoint any more."""
+        if attempt.folder in self._held_by_readers:
+            self._held_by_readers.discard(attempt.folder)
+            self.soon(Read(attempt.folder))
 
     @property
     def promised(self) -> frozenset[tuple[str, str]]:
@@ -276,9 +292,10 @@ class Steering:
         view = await self._settled()
         if any(there == name for _, there in self.busy):
             return True
-        drops = [move for policy in self._policies for move in policy.decide(Pressure(name), view)]
-        waiting = {checkpoint for checkpoint, _ in view.promised} | self._leased()
-        return any(isinstance(move, Drop) and move.tier == name and move.checkpoint in waiting for move in drops)
+        moves = [move for policy in self._policies for move in policy.decide(Pressure(name), view)]
+        drops = [move for move in moves if isinstance(move, Drop) and move.tier == name]
+        promised = {checkpoint for checkpoint, _ in view.promised}
+        return any(move.checkpoint in promised or self._waits_for_readers(move, view) for move in drops)
 
     async def _settled(self) -> View:
         """A view in which what has just been flushed either is promised still, or what follows from it has begun."""

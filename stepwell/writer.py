@@ -24,7 +24,7 @@ from stepwell.jobs import Job
 from stepwell.memoryonly import MemoryOnly
 from stepwell.mending import Bad, Mender
 from stepwell.ownership import Ownership
-from stepwell.policies.base import Cancel, Closing, Committed, Found, Noted, Opened, Policy, Read
+from stepwell.policies.base import Cancel, Closing, Committed, Found, Noted, Opened, Policy
 from stepwell.policies.flush import DropBacklog
 from stepwell.rescuing import rescue
 from stepwell.room import Room
@@ -300,7 +300,7 @@ class RunWriter:
 
     def _was_read(self, attempt: Attempt) -> None:
         if self._opened is not None and self._opened.done():
-            self.steering.soon(Read(attempt.folder))
+            self.steering.was_read(attempt)
 
     async def noted(self, attempt: Attempt) -> None:
         """Metrics, tags or keeps of a checkpoint were changed by this process."""

@@ -23,7 +23,7 @@ from stepwell.format.records import Manifest, encode
 from stepwell.mending import Mender
 from stepwell.mover import Mover
 from stepwell.native import AsyncEngine, Engine
-from stepwell.policies.base import Drop, Event, Flush, Move, Opened, View
+from stepwell.policies.base import Drop, Event, Flush, Move, Opened, Read, View
 from stepwell.policies.evict import LRU
 from stepwell.policies.retain import Retain
 from stepwell.settings import Settings
@@ -293,9 +293,9 @@ def test_a_checkpoint_that_is_open_is_not_dropped_and_another_rank_deletes_elsew
     async def scenario(bench: Bench) -> None:
         first = await bench.have(1, bench.nvme)
         await bench.have(2, bench.nvme)
-        bench.catalog.reading[first] += 1
+        bench.catalog.begin_reading(first)
         await bench.steering.on(Opened())
-        bench.catalog.reading[first] -= 1
+        bench.catalog.end_reading(first)
         bench.steering.may_drop = lambda tier: tier != "nvme"
         await bench.steering.on(Opened())
         await bench.done()
@@ -390,3 +390,31 @@ def test_a_reservation_cancelled_at_any_moment_gives_all_room_back(count: int) -
         assert tier.usage().in_flight_bytes == (0 if task.cancelled() else 5 * PAGE)
 
     asyncio.run(scenario())
+
+
+def test_what_was_open_is_asked_about_again_once_nobody_reads_it() -> None:
+    """And nothing else is: a read that is itself a policy's doing would be followed by the next one, for ever."""
+
+    async def scenario(bench: Bench) -> None:
+        first, second = await bench.have(1, bench.nvme), await bench.have(2, bench.nvme)
+        bench.catalog.was_read = bench.steering.was_read
+        for attempt in (first, first, second):
+            bench.catalog.begin_reading(attempt)
+        await bench.steering.on(Opened())
+        bench.catalog.end_reading(second)
+        bench.catalog.end_reading(first)
+        await bench.done()
+        assert bench.on(first) == {"nvme"} and Read(second.folder) not in asked
+        bench.catalog.end_reading(first)
+        await bench.done()
+        assert bench.on(first) == set() and asked == [Opened(), Read(first.folder)]
+
+    asked: list[Event] = []
+    retain = Retain("nvme", last=1)
+
+    class Asked:
+        def decide(self, event: Event, view: View) -> Sequence[Move]:
+            asked.append(event)
+            return retain.decide(event, view)
+
+    steer(scenario, Asked())
