@@ -27,7 +27,7 @@ FOUND_RARE_BY = {
     "no look at the epoch": 78,
     "blind takeover": 37,
     "hidden base": 81,
-    "the newest is taken back": 151,
+    "the newest is taken back": 172,
     "unverified read": 110,
     "windows by modulo": 105,
     "what is alone is evicted": 68,
