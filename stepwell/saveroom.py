@@ -19,7 +19,7 @@ from stepwell.tiers.host import HostTier
 
 #: the first and the longest pause between two looks whether other ranks have room for an older save
 ORDER_FIRST_S, ORDER_LAST_S = 0.002, 0.1
-#: how long other ranks may take to remove what they had begun of a save that was given up
+#: how long other ranks may take to remove what they had begun of a save that was given up: then one more look
 OTHERS_S = 1.0
 
 
@@ -85,7 +85,8 @@ class SaveRoom:
         return all(job.store.poll(_has_room(self._chain, job, attempt.call, rank)) is not None for rank in ranks)
 
     async def _on_storage(self, order: Order, sizes: Sequence[tuple[ShardKey, int]], until: float) -> list[Reservation]:
-        chain, alone = self._chain, order.job.world == 1
+        chain = self._chain
+        others = order.job.world > 1  # who may just be removing what they had begun
         while True:
             freed = self.times_freed()
             try:
@@ -98,9 +99,9 @@ class SaveRoom:
                     raise SaveSkipped(f"on_pressure = 'skip': {error.what}", todo=_SKIPPED, step=order.step) from error
                 if left > 0 and await self.make_room(chain.first, left):
                     continue
-                if alone or left <= 0:
+                if not others or left <= 0:
                     raise
-                alone = True  # from now on: another rank may just be removing what it had begun
+                others = False
                 await chain.clock.sleep(min(OTHERS_S, left))
 
     async def in_memory(

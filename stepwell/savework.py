@@ -350,15 +350,17 @@ class Saver:
         except StepwellError as error:
             self._stays(error)
             return
-        self._keep(self._drop_rest(key, job))  # it asks the last tier first, which may be stuck; the next save waits
+        # it asks the last tier first, which may be stuck, and the next save waits
+        self._keep(self._drop_rest(key, job, reserved))
 
-    async def _drop_rest(self, key: CheckpointKey, job: Job) -> None:
-        """What a failed attempt has left on the first tier, beside what was reserved for it."""
+    async def _drop_rest(self, key: CheckpointKey, job: Job, reserved: Sequence[Reservation]) -> None:
+        """What a failed attempt has left on the first tier: of several ranks, this one's record, and the shards that
+        were committed with it."""
         first, record = self._chain.first, RecordKey(key.run, f"{key.attempt}/{rank_file(job.rank)}")
         try:
             if self._owner.writership.lost or not await self._owner.writership.still_ours():
                 return  # the next writer may count on it already
-            await first.drop([key] if job.world == 1 else [record])
+            await first.drop([key] if job.world == 1 else [record, *(each.shard for each in reserved)])
         except StepwellError as error:
             self._stays(error)
 

@@ -229,6 +229,31 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+#: one rank gives step 2 up; the other one removes its part of it, whose room step 3 needs, a moment later
+LEFT_BEHIND = """
+from stepwell import savework
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.wrap import Fault, Faulty
+savework.ABORT_POLL_S = 0.5
+fails = int(sys.argv[2])
+near = FileTier(f"{sys.argv[1]}/near", name="near", capacity_bytes=2_600_000, siblings=True)
+if rank == fails:
+    near = Faulty(near, [Fault("write", 2, "error")])
+def save(step, of_fails, of_other):
+    size = of_fails if rank == fails else of_other
+    return store.save(step, {"model": {f"rank{rank}.w": torch.full((size,), float(step))}})
+with stepwell.open(run="run", tiers=[near], policies=[], host="256MiB", block_timeout=20) as store:
+    save(1, 1_000, 1_000).wait("near")
+    try:
+        save(2, 100_000, 500_000).wait("near")
+        sys.exit("a rank had no part in it")
+    except stepwell.SaveFailed:
+        pass
+    save(3, 500_000, 100_000).wait("near")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 #: one rank closes its store; the other one asks for something that needs both, and hears why that cannot be
 LEFT = """
 from stepwell.tiers.file import FileTier
@@ -329,6 +354,14 @@ def test_no_rank_takes_room_that_another_one_needs_for_an_older_save(tmp_path: P
 def test_a_save_that_one_rank_gives_up_is_nowhere(tmp_path: Path, fails: int) -> None:
     """Also not in the memory of another rank, from where a drain or the end would bring it down."""
     check(GIVEN_UP, tmp_path, fails)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [0, 1])
+def test_what_another_rank_is_just_removing_is_room(tmp_path: Path, fails: int) -> None:
+    """That rank had committed its part with its record."""
+    check(LEFT_BEHIND, tmp_path, fails)
+    assert not list((tmp_path / "near" / "run").glob("step-000000002.*/*"))
 
 
 @pytest.mark.slow
