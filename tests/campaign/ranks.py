@@ -2,8 +2,8 @@
 
 A few processes do the same things together, save, flush by hand, drain and restore, each with pauses of its own, on
 tiers that are slow for some of them or fail now and then. No wait of one rank for another may run out, all must agree
-on which saves were made, and the newest checkpoint on the last tier must be whole, and come back with the values of its
-step.
+on which saves were made, those that were not must have left nothing on the first disk, and the newest checkpoint on the
+last tier must be whole, and come back with the values of its step.
 
     python -m tests.campaign.ranks --jobs 100 --seed 1 --dir SCRATCH
 """
@@ -129,7 +129,9 @@ class Rank:
 
     def tiers(self) -> list[Tier]:
         room = self.plan.room and self.plan.room * self.world * 13 * SIZE
-        near = FileTier(self.folder / "near", name="near", capacity_bytes=room, siblings=True)
+        disk = FileTier(self.folder / "near", name="near", capacity_bytes=room, siblings=True)
+        broken = [Fault("write", self.rng.randint(3, 12), times=6)]  # more often than a write is tried
+        near = Faulty(disk, broken if self.plan.faults and self.rng.random() < 0.5 else [])
         faults = [
             Fault(
                 self.rng.choice(["write", "commit", "reserve", "fetch"]), self.rng.randint(15, 60)
@@ -212,6 +214,8 @@ class Rank:
 
     def look(self) -> dict[str, Any]:
         """The newest checkpoint on the last tier, which must come back."""
+        left = [] if self.plan.alone is not None else self._left()
+        assert not left, f"saves that were given up have left {left}"
         far = FileTier(self.folder / "far", name="far", scope="shared", read_only=True)
         with CheckpointStore(
             "run", [far], "r", Settings(open_number=2 * self.seed + 1, rank_timeout_seconds=PATIENCE_S)
@@ -221,6 +225,12 @@ class Rank:
             except CheckpointNotFound:
                 return {"newest": None}
             return {"newest": max(c.step for c in store.checkpoints() if c.complete_on)}
+
+    def _left(self) -> list[str]:
+        """Files on the first disk of checkpoints that were never committed."""
+        folders = (self.folder / "near" / "run").glob("step-*")
+        given_up = [each for each in folders if not (each / "manifest.json").exists()]
+        return [f"{file.parent.name}/{file.name}" for each in given_up for file in each.iterdir()]
 
 
 class Listen(logging.Handler):
