@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepwell.chain import Chain
-from stepwell.errors import StepwellError
+from stepwell.errors import NotPlanned, StepwellError
 from stepwell.flushing import Flusher, Goal
 from stepwell.format.names import Attempt
 from stepwell.jobs import Job
@@ -235,7 +235,11 @@ class _Drain:
         for tier in self._goes_to(newest):
             name = tier.info.name
             if (newest, name) not in self._asked and name not in self._whole_on(newest):
-                self._writer.flushers[name].want(newest)
+                flusher = self._writer.flushers[name]
+                if tier is self._chain.first:
+                    flusher.want_alone(newest)
+                else:
+                    flusher.want(newest)
             self._asked.add((newest, name))
 
     def _goes_alone(self, newest: Attempt | None) -> Goal | None:
@@ -334,7 +338,7 @@ class _Drain:
     def _not_down(self, oldest: Mapping[str, float]) -> list[Cut]:
         cut = []
         for goal, tier in self._goals.items():
-            if _is_down(goal) or goal.priority >= Priority.PREFETCH:
+            if _is_down(goal) or _is_needless(goal) or goal.priority >= Priority.PREFETCH:
                 continue
             cut.append(Cut(goal.attempt.step, tier, self._left_bytes(goal), self._why(goal, oldest.get(tier, 0.0))))
         return cut
@@ -354,3 +358,8 @@ class _Drain:
 
 def _is_down(goal: Goal) -> bool:
     return goal.done.done() and goal.done.exception() is None
+
+
+def _is_needless(goal: Goal) -> bool:
+    """Whether it was to get there because memory alone had it, and got to another tier."""
+    return goal.alone and goal.done.done() and isinstance(goal.done.exception(), NotPlanned)

@@ -223,7 +223,7 @@ class Ending:
             log.warning("what only memory has of run %s stays there: %s", self.run, error)
             return
         if (newest := self._writer.memory.newest()) is not None:
-            self._writer.flushers[self._chain.first.info.name].want(newest)
+            self._writer.flushers[self._chain.first.info.name].want_alone(newest)
 
     async def _get_down(self, limit_s: float) -> None:
         """As `_finish`, after a preemption: what matters most first, and what did not make it is said."""

@@ -55,6 +55,7 @@ class Goal:
     lets_pass: bool = False  # the other flushes of the checkpoint go first, whatever their places
     back: asyncio.Event = field(default_factory=asyncio.Event, repr=False)  # it was taken back while it runs
     asks: set[str] = field(default_factory=set)  # what has asked for it, by names that all ranks know
+    alone: bool = False  # asked for because memory alone had it; ranks may see that differently
     left_bytes: int | None = None  # of this rank's part, not there yet; None: no try has got so far
     moving: asyncio.Task[None] | None = field(default=None, repr=False)  # the try that copies bytes now
 
@@ -114,6 +115,10 @@ class Flusher:
         if self._worker is None:
             self._worker = asyncio.ensure_future(self._work())
         return goal
+
+    def want_alone(self, attempt: Attempt) -> None:
+        """As `want`, of what memory alone has: once it is on another tier it need not come here."""
+        self.want(attempt).alone = True
 
     def cancel(self, attempt: Attempt, reason: str) -> bool:
         """Takes a checkpoint out of the queue again; False if it is not in it, if its bytes are moving already, or if
@@ -244,7 +249,7 @@ class Flusher:
             self.next_try_at = self._clock.monotonic() + PASS_S
         except TierError as error:
             self._failed(goal, error)
-        except StoreClosed as error:  # another rank's: it has no more part in this
+        except (StoreClosed, NotPlanned) as error:  # another rank's, which has no more part in this; or it need not be
             log.info("step %d does not get to %s: %s", goal.attempt.step, name, error)
             self._finish(goal, error)
         except StepwellError as error:

@@ -109,24 +109,42 @@ class FlushWork:
 
     async def _unless(self, tier: Tier, goal: Goal, ends: Callable[[Tier, Goal], Exception | None]) -> Manifest | None:
         work = asyncio.ensure_future(self._once(tier, goal))
-        told = asyncio.ensure_future(goal.back.wait())
+        told, needless = asyncio.ensure_future(goal.back.wait()), 0
         try:
             while not work.done():
                 await asyncio.wait([work, told], timeout=TURN_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 error = ends(tier, goal)
-                if not work.done() and (goal.back.is_set() or error is not None):
+                needless = needless + 1 if self._is_needless(tier, goal) else 0
+                back = goal.back.is_set() or needless > 1  # all ranks see it by now
+                if not work.done() and (back or error is not None):
                     work.cancel()
                     await asyncio.wait([work])
-                    if goal.back.is_set():
-                        await self.forget(goal.attempt, tier)
-                        what = "rank 0 has taken the flush back"
-                        raise NotPlanned(what, step=goal.attempt.step, tier=tier.info.name)
+                    if back:
+                        raise await self._not_done(tier, goal)
                     assert error is not None
                     raise error
+            if isinstance(work.exception(), StoreClosed) and self._is_needless(tier, goal):
+                raise await self._not_done(tier, goal)
             return work.result()
         finally:
             work.cancel()
             told.cancel()
+
+    async def _not_done(self, tier: Tier, goal: Goal) -> NotPlanned:
+        """The try is over, and nothing of it stays: the reason."""
+        await self.forget(goal.attempt, tier)
+        what = "rank 0 has taken the flush back" if goal.back.is_set() else "it is on another tier by now"
+        return NotPlanned(what, step=goal.attempt.step, tier=tier.info.name)
+
+    def _is_needless(self, tier: Tier, goal: Goal) -> bool:
+        """Whether it was asked for because memory alone had the checkpoint, and another tier has it now. Another rank,
+        which looked earlier or later, may not have asked, and no part of its comes. Where the rank that leads is at
+        it, that one says so."""
+        if not goal.alone or goal.asks or not (self._turns.leads(tier) or self._turns.begun(tier, goal) is None):
+            return False
+        catalog, others = self._chain.catalog, [other for other in self._chain.storage if other is not tier]
+        known = [catalog.known_manifest(goal.attempt, other) for other in others]
+        return any(manifest is not None and manifest.complete for manifest in known)
 
     async def forget(self, attempt: Attempt, tier: Tier) -> None:
         """Frees what this rank's tries of a flush have left on a tier that does not get the checkpoint."""

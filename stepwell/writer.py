@@ -401,7 +401,7 @@ class RunWriter:
             self.deleter.hurry_all()
             await self._after_takeover()
             if self.saver.room.may_hold and (newest := self.memory.newest()) is not None:
-                self.flushers[self._chain.first.info.name].want(newest)  # near, and so there first
+                self.flushers[self._chain.first.info.name].want_alone(newest)  # near, and so there first
             await self._close_as_one()
             if self._newest is not None:  # it may have to go where it was not planned to go before
                 await self.ties.follow(*self._newest)

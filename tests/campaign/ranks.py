@@ -131,8 +131,7 @@ class Rank:
         room = self.plan.room and self.plan.room * self.world * 13 * SIZE
         disk = FileTier(self.folder / "near", name="near", capacity_bytes=room, siblings=True)
         broken = [Fault("write", self.rng.randint(3, 12), times=6)]  # more often than a write is tried
-        breaks = self.plan.alone is None and self.plan.faults > 0 and self.rng.random() < 0.5
-        near = Faulty(disk, broken if breaks else [])
+        near = Faulty(disk, broken if self.plan.faults and self.rng.random() < 0.5 else [])
         faults = [
             Fault(
                 self.rng.choice(["write", "commit", "reserve", "fetch"]), self.rng.randint(15, 60)

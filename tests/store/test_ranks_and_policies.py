@@ -254,6 +254,42 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+#: one rank drains while memory alone has step 1, the other one when it has got to far
+MEMORY_ALONE = """
+import threading, time
+from stepwell.policies.evict import LRU
+from stepwell.policies.flush import FlushRule
+from stepwell.runtime import Runtime
+from stepwell.settings import Settings, TierOptions
+from stepwell.store import CheckpointStore
+from stepwell.tiers.file import FileTier
+from stepwell.tiers.host import HostTier
+from stepwell.tiers.wrap import Fault, Faulty
+root, early = sys.argv[1], int(sys.argv[2])
+far = Faulty(FileTier(f"{root}/far", name="far", scope="shared"), [Fault("write", 1, "stall", times=10**9)])
+tiers = [HostTier(LRU(), 48 << 20), FileTier(f"{root}/near", name="near"), far]
+settings, options = Settings(rank_timeout_seconds=20), {"near": TierOptions(by_rules=True)}
+with CheckpointStore("run", tiers, "w", settings, [FlushRule("far")], options=options) as store:
+    save = store.save(1, {"model": {f"rank{rank}.w": torch.full((400_000,), 1.0)}}).wait("host")
+    reports = []
+    drain = threading.Thread(target=lambda: reports.append(store.drain(60)))
+    if rank == early:
+        drain.start()
+        while not any(goal.attempt.step == 1 for goal in store._writer.flushers["near"].goals):
+            time.sleep(0.01)
+    dist.barrier()
+    Runtime.get().loop.call_soon_threadsafe(far.release)
+    save.wait("far", timeout=30)
+    dist.barrier()
+    began = time.monotonic()
+    if rank != early:
+        drain.start()
+    drain.join()
+    assert time.monotonic() - began < 15 and not reports[0].cut and reports[0].newest["far"] == 1, reports
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 #: one rank closes its store; the other one asks for something that needs both, and hears why that cannot be
 LEFT = """
 from stepwell.tiers.file import FileTier
@@ -362,6 +398,16 @@ def test_what_another_rank_is_just_removing_is_room(tmp_path: Path, fails: int) 
     """That rank had committed its part with its record."""
     check(LEFT_BEHIND, tmp_path, fails)
     assert not list((tmp_path / "near" / "run").glob("step-000000002.*/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [0, 1])
+def test_what_one_rank_wants_because_memory_alone_has_it_is_needless_once_another_tier_has_it(
+    tmp_path: Path, early: int
+) -> None:
+    for said in check(MEMORY_ALONE, tmp_path, early):
+        assert "does not get to" not in said, said[-3000:]
+    assert not list((tmp_path / "near" / "run").glob("step-*/*"))
 
 
 @pytest.mark.slow
