@@ -130,7 +130,7 @@ class Rank:
     def tiers(self) -> list[Tier]:
         room = self.plan.room and self.plan.room * self.world * 13 * SIZE
         disk = FileTier(self.folder / "near", name="near", capacity_bytes=room, siblings=True)
-        broken = [Fault("write", self.rng.randint(3, 12), times=6)]  # more often than a write is tried
+        broken = [Fault("write", self.rng.randint(8, 30), times=6)]  # tried less often; never the first save
         near = Faulty(disk, broken if self.plan.faults and self.rng.random() < 0.5 else [])
         faults = [
             Fault(
