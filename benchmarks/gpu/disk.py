@@ -126,11 +126,14 @@ def _finish(engine: Engine, jobs: Sequence[Job], may_fail: bool = False) -> None
 
 def forget(path: Path) -> None:
     """Of a file, or of all files below a folder: makes them durable and takes them from the page cache."""
-    for each in [path] if path.is_file() else path.rglob("*"):
-        if each.is_file():
+    below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for each in [path] if path.is_file() else below:
+        try:
             fd = os.open(each, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+        except FileNotFoundError:  # deleted meanwhile, as an older checkpoint may be
+            continue
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import pytest
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.bench import TINY, Bench
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.disk import forget
 from benchmarks.gpu.loop import block, percentile
 from benchmarks.gpu.model import Training
 
@@ -110,6 +113,22 @@ def test_peers_are_measured_in_a_process_of_their_own(tmp_path: Path) -> None:
     loads = {record["name"] for record in found if record.get("name", "").endswith(": cold load")}
     assert {name.split(",")[0] for name in loads} == {"stepwell", "DCP async_save", "torch.save: cold load"}
     assert "| compared | blocked: stepwell, no guard / DCP async_save, " in done.stdout
+
+
+def test_what_is_deleted_meanwhile_need_not_be_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint, while a newer one's files are made durable."""
+    (tmp_path / "older").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "older" / name).write_bytes(b"x")
+    fsync = os.fsync
+
+    def deletes(descriptor: int) -> None:
+        fsync(descriptor)
+        shutil.rmtree(tmp_path / "older", ignore_errors=True)
+
+    monkeypatch.setattr(os, "fsync", deletes)
+    forget(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
